@@ -30,7 +30,9 @@ from hypha_proto.tasks import (
     StatusUpdate,
     Subscribe,
     Subscribed,
+    TaskCancelled,
     TaskDefinition,
+    TaskFailed,
     TaskSpec,
     WorkerFrame,
 )
@@ -194,3 +196,15 @@ class ScriptedTaskScheduler:
 
         found: StatusUpdate = await self.until(ended, seconds)
         return found
+
+    async def failure(self, task: str, attempt: int = 0) -> TaskFailed:
+        """Wait for the end of an attempt that fails."""
+        failed = (await self.end(task, attempt)).failed
+        assert failed is not None
+        return failed
+
+    async def cancellation(self, task: str, attempt: int = 0) -> TaskCancelled:
+        """Wait for the end of an attempt that is cancelled."""
+        cancelled = (await self.end(task, attempt)).cancelled
+        assert cancelled is not None
+        return cancelled

@@ -59,8 +59,7 @@ class DataNode:
         return self.target.read_bytes()
 
     async def until_ready(self) -> None:
-        while not self.readiness.is_ready:
-            await anyio.sleep(0.01)
+        await until(lambda: self.readiness.is_ready, 60)
 
     async def announced(self) -> list[dataset_directory.FoundDataset]:
         return await dataset_directory.find_dataset(self.worker, "digits")
@@ -406,11 +405,9 @@ async def test_a_broken_new_manifest_leaves_the_old_one_served(
         [before] = await node.announced()
         (tmp_path / "new").write_bytes(broken)
         (tmp_path / "new").replace(folder / MANIFEST)
-        while not warnings():
-            await anyio.sleep(0.01)
+        await until(lambda: warnings(), 60)
         seen = len(looks)
-        while len(looks) < seen + 4:
-            await anyio.sleep(0.01)
+        await until(lambda: len(looks) >= seen + 4, 60)
         assert await node.pull(3) == slice_file(folder, 3).read_bytes()
         assert await node.announced() == [before]
         assert len(warnings()) == 1
@@ -441,8 +438,7 @@ async def providing(*files: Path) -> AsyncIterator[tuple[Node, MemoryEndpoint]]:
     ):
         node = Node(endpoint, tasks)
         tasks.start_soon(serve, config, node)
-        while not node.readiness.is_ready:
-            await anyio.sleep(0.01)
+        await until(lambda: node.readiness.is_ready, 60)
         yield node, worker
         tasks.cancel_scope.cancel()
 

@@ -23,6 +23,7 @@ from support.scripted_jobs import (
     ServedScheduler,
     role,
 )
+from support.waiting import until
 
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
@@ -187,8 +188,7 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
         assert next(entry[0] for entry in second.heard) == "adopted"
         [(task, _)] = second.told("update")
         assert task == ending
-        while len(answers) < 2:
-            await anyio.sleep(0.1)
+        await until(lambda: len(answers) >= 2, 60, 0.1)
         assert set(answers) == {Acknowledged(), "ended"}
         assert second.told("lost") == []  # the leases were renewed while the strategy prepared
         await lab.finish(second)
@@ -303,8 +303,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
         else:
             await stop(lab)
             await report()
-        while not answers:
-            await anyio.sleep(0.1)
+        await until(lambda: answers, 60, 0.1)
         assert isinstance(answers[0], NetError)
 
 

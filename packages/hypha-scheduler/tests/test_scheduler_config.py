@@ -254,7 +254,6 @@ def test_job_specs_of_a_placed_job() -> None:
     assert isinstance(train.updates, PeersReference)
     assert train.updates.peers == (PEERS[1],)
     aggregate = placed.aggregate_spec().aggregation
-    assert aggregate is not None
     assert isinstance(aggregate, AggregateConfig)
     assert isinstance(aggregate.results, PeersReference)
     assert aggregate.results.peers == (*PEERS[2:5], PEERS[0])

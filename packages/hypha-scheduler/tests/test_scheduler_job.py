@@ -20,6 +20,7 @@ import pytest
 from msgspec.structs import replace
 from support.fake_hf_hub import hub_server
 from support.scripted_jobs import ScriptedStart, ScriptedWorker
+from support.waiting import until
 
 from hypha_net import dataset_directory, rpc, transfer
 from hypha_net.errors import NetError, TransferRefusedError
@@ -726,8 +727,7 @@ async def test_a_report_of_a_slice_that_was_not_assigned_changes_nothing(tmp_pat
     async with open_network(tmp_path) as (service, workers, shared):
 
         async def lie() -> None:
-            while not shared.given:
-                await anyio.sleep(0.01)
+            await until(lambda: shared.given, 60)
             [scheduler] = {peer for worker in workers for peer in worker.leases.values()}
             training = next(worker for worker in workers[1:] if worker.start is not None)
             assert training.start is not None
@@ -747,8 +747,7 @@ async def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_
         left = workers[1]
 
         async def say_goodbye() -> None:
-            while left.batches < 5:
-                await anyio.sleep(0.01)
+            await until(lambda: left.batches >= 5, 60)
             [(lease, scheduler)] = [(lease, peer) for lease, peer in left.leases.items() if left.start is not None]
             left.scope.cancel()
             strange = Goodbye(leases=(lease,), reason="not mine")
@@ -773,8 +772,7 @@ async def test_refused_reports_are_logged_once_with_their_reason_which_is_answer
         async with open_network(tmp_path) as (service, workers, _shared):
 
             async def report_nonsense() -> None:
-                while workers[0].batches < 3:
-                    await anyio.sleep(0.01)
+                await until(lambda: workers[0].batches >= 3, 60)
                 [scheduler] = workers[0].leases.values()
                 assert workers[0].start is not None
                 known = workers[0].start.definition.attempt

@@ -15,6 +15,7 @@ import anyio.abc
 import anyio.to_thread
 import pytest
 from support.scripted_jobs import Lab, OpenJobs, QuietOperator, ScriptedJob, ScriptedStrategy, ServedScheduler, role
+from support.waiting import until
 
 from hypha_proto.codec import parse_json
 from hypha_proto.record_file import EVENTS
@@ -99,8 +100,7 @@ async def test_jobs_wait_for_their_turn_and_are_cancelled_waiting_and_running(op
         async with anyio.create_task_group() as terminals:
             for answers in seen:
                 terminals.start_soon(scheduler.attach, "one", answers)
-            while not all(seen):
-                await anyio.sleep(0.02)
+            await until(lambda: all(seen), 60)
             worker = lab.worker(operator.leases[0])
             assert (await scheduler.command("cancel", id=first[:8]))["cancelled"] == first
         assert operator.leases[0].id not in worker.leases
@@ -342,8 +342,7 @@ async def test_scheduler_with_configured_jobs_ends_after_them_and_all_submitted_
             await operator.until("acquired")
         first, second = (submitted, configured) if last == "configured" else (configured, submitted)
         first.act(EndJob())
-        while not (first.context.directory / "result.json").exists():
-            await anyio.sleep(0.01)
+        await until(lambda: (first.context.directory / "result.json").exists(), 60)
         with anyio.move_on_after(60) as waited:
             await scheduler.ended.wait()
         assert waited.cancelled_caught

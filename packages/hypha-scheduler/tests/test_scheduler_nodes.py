@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from click.testing import CliRunner, Result
+from support.waiting import until
 
 from hypha_net import pubsub, rpc
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -69,8 +70,7 @@ async def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
         directory = NodeDirectory(endpoint, lambda: now)
         tasks.start_soon(directory.watch)
         tasks.start_soon(SubmissionServer(runs, never, list_nodes=directory.describe).serve)
-        while not await anyio.Path(socket_path(runs)).exists():
-            await anyio.sleep(0.01)
+        await until(lambda: anyio.Path(socket_path(runs)).exists(), 60)
         async with network.endpoint("one") as one, pubsub.subscribe(one, WORKER_REQUESTS):
             await endpoint.connect(one.addresses[0])
             rpc.serve(one, DESCRIBE_WORKER, describe)
@@ -161,8 +161,7 @@ async def open_lab(runs: Path) -> AsyncIterator[Lab]:
     async with network.endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
         server = SubmissionServer(runs, never, ask_logs=LogRelay(endpoint).ask)
         tasks.start_soon(server.serve)
-        while not await anyio.Path(socket_path(runs)).exists():
-            await anyio.sleep(0.01)
+        await until(lambda: anyio.Path(socket_path(runs)).exists(), 60)
         yield Lab(network, runs, endpoint.peer_id)
         tasks.cancel_scope.cancel()
 

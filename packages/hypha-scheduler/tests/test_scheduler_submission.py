@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.stored_model import write_model
-from support.waiting import run
+from support.waiting import run, until
 
 from hypha_proto.record_file import EVENTS
 from hypha_scheduler.cli import main
@@ -52,8 +52,7 @@ def submit_with(
     async def case() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(SubmissionServer(tmp_path / runs, run_job).serve)
-            while not await anyio.Path(path).exists():
-                await anyio.sleep(0.01)
+            await until(lambda: anyio.Path(path).exists(), 60)
             await anyio.to_thread.run_sync(submit)
             tasks.cancel_scope.cancel()
 
@@ -258,8 +257,7 @@ async def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tm
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(SubmissionServer(tmp_path / "r", run_job).serve)
-        while not await anyio.Path(socket_path(tmp_path / "r")).exists():
-            await anyio.sleep(0.01)
+        await until(lambda: anyio.Path(socket_path(tmp_path / "r")).exists(), 60)
         [refused] = await send(nested)
         assert "nested" in str(refused["error"])
         path = str(write_model(tmp_path / "start"))

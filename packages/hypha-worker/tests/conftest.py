@@ -241,6 +241,12 @@ class Scheduler:
         self._awaited += 1
         return self.ends[self._awaited - 1]
 
+    async def failure(self) -> str:
+        """Return why the next attempt that ends has failed."""
+        end = await self.ended()
+        assert end.outcome == "failed", end
+        return end.reason
+
 
 @dataclass
 class PushReceiver:

@@ -17,6 +17,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import pytest
+from support.waiting import until
 
 from hypha_proto.resources import Resources
 from hypha_worker.control.client import ask_worker
@@ -56,8 +57,7 @@ def with_server(tmp_path: Path) -> Callable[[], AbstractAsyncContextManager[Path
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ControlServer(tmp_path, {"echo": echo, "wait": wait_forever}).serve)
             path = socket_path(tmp_path)
-            while not path.exists():
-                await anyio.sleep(0.01)
+            await until(lambda: path.exists(), 60)
             yield path
             tasks.cancel_scope.cancel()
 
@@ -129,8 +129,7 @@ async def test_clients_that_wait_are_bounded(with_server: Any) -> None:
 
         for _ in range(MAX_ANSWERING):
             tasks.start_soon(wait)
-        while len(answers) < MAX_ANSWERING:
-            await anyio.sleep(0.01)
+        await until(lambda: len(answers) >= MAX_ANSWERING, 60)
         assert "other clients wait for an answer" in (await ask(path, {"echo": {}}))["error"]
         tasks.cancel_scope.cancel()
 
@@ -164,7 +163,6 @@ async def test_a_work_directory_with_a_long_path_has_a_control_socket(tmp_path: 
     with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ControlServer(work_dir, {"status": echo}).serve)
-            while not socket_path(work_dir).exists():
-                await anyio.sleep(0.01)
+            await until(lambda: socket_path(work_dir).exists(), 60)
             assert "echo" in await anyio.to_thread.run_sync(ask_worker, socket_path(work_dir), "status")
             tasks.cancel_scope.cancel()

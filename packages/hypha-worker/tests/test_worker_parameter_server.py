@@ -15,6 +15,7 @@ import anyio
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.waiting import until
 
 from hypha_net import retries, transfer
 from hypha_net.errors import TransferRefusedError
@@ -269,9 +270,7 @@ async def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_la
     async with in_lab() as lab, running(lab, push_receiver, resources={"cpu": 1.0, "storage": 0.001}) as term_lab:
         await term_lab.announce(1, who=(0,))
         await term_lab.push(0, 1, term_lab.write(np.ones(100_000)))
-        end = await lab.scheduler.ended()
-        assert end.outcome == "failed"
-        assert "of 1000000 bytes are used" in end.reason
+        assert "of 1000000 bytes are used" in await lab.scheduler.failure()
 
 
 async def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver: Any) -> None:
@@ -280,9 +279,7 @@ async def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_re
         async with running(lab, push_receiver) as term_lab:
             await term_lab.announce(1, who=(0,))
             await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
-            end = await lab.scheduler.ended()
-            assert end.outcome == "failed"
-            assert "does not accept the outer step of round 1" in end.reason
+            assert "does not accept the outer step of round 1" in await lab.scheduler.failure()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -536,9 +533,7 @@ async def test_a_momentum_that_cannot_be_used_fails_the_job(
             serve_momentum(lab, arrays, dtype)
         reference = momentum_reference(lab.scheduler.endpoint.peer_id)
         async with running(lab, push_receiver, momentum=reference):
-            end = await lab.scheduler.ended()
-            assert end.outcome == "failed"
-            assert reason in end.reason
+            assert reason in await lab.scheduler.failure()
 
 
 async def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_receiver: Any) -> None:
@@ -619,9 +614,7 @@ async def test_the_outer_update_and_the_report_wait_for_a_scheduler_that_is_away
         await lab.push(1, 1, lab.write([3.0, 3.0]))
         for receiver in lab.receivers:
             await lab.lab.scheduler.until(lambda receiver=receiver: receiver.files)
-        with anyio.fail_after(20):
-            while "did not reach the scheduler" not in caplog.text:
-                await anyio.sleep(0.01)
+        await until(lambda: "did not reach the scheduler" in caplog.text, 20)
         lab.lab.network.heal(*away)
         await lab.outer_update(1)
 
@@ -731,9 +724,7 @@ async def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
         lab.lab.network.partition(*away)
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         await lab.outer_update(1)
-        with anyio.fail_after(20):
-            while "did not reach" not in caplog.text:
-                await anyio.sleep(0.01)
+        await until(lambda: "did not reach" in caplog.text, 20)
         lab.lab.network.heal(*away)
         await lab.lab.scheduler.until(lambda: lab.receivers[1].files)
         await lab.announce(2, who=(0,))
@@ -760,9 +751,7 @@ async def test_a_parameter_server_that_gets_no_update_twice_fails(in_lab: InLab,
             await term_lab.announce(1, deadline_ms=20)
             if count == 1:
                 await lab.scheduler.until(lambda: len(lab.scheduler.refused) == 2)
-        end = await lab.scheduler.ended()
-        assert end.outcome == "failed"
-        assert "no update of round 1 arrived" in end.reason
+        assert "no update of round 1 arrived" in await lab.scheduler.failure()
 
 
 async def test_a_full_disk_gives_the_work_back_with_the_path(

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from anyio.abc import Process
 from support.process_ready import is_alive
+from support.waiting import until
 
 from hypha_proto.resources import Resources
 from hypha_worker.errors import ExecutionError, ExecutorExitError
@@ -355,11 +356,9 @@ async def test_it_leads_its_own_session_and_inherits_named_descriptors_only(serv
 async def test_the_id_stays_taken_until_the_end_is_seen(server: ForkServer, tmp_path: Path) -> None:
     process = spawn(shell("exit 0"), tmp_path, server)
     await read_all(process)
-    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        await anyio.sleep(0.01)
+    await until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, 60)
     assert await process.wait() == 0
-    while psutil.pid_exists(process.pid):
-        await anyio.sleep(0.01)
+    await until(lambda: not psutil.pid_exists(process.pid), 60)
 
 
 async def test_many_processes_at_once_end_each_with_its_own_status(server: ForkServer, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.waiting import until
 
 from hypha_net import pubsub
 from hypha_net.node.lifecycle import Node
@@ -34,13 +35,11 @@ async def test_a_worker_is_ready_when_a_peer_is_on_its_topic(tmp_path: Path, mak
     ):
         node = Node(endpoint, tasks)
         tasks.start_soon(serve, make_config(tmp_path), node)
-        while "hypha/worker" not in (node.readiness.reason or ""):
-            await anyio.sleep(0.02)
+        await until(lambda: "hypha/worker" in (node.readiness.reason or ""), 60)
         assert not node.readiness.is_ready
         await gateway.connect(endpoint.addresses[0])
         async with pubsub.subscribe(gateway, WORKER_REQUESTS):
-            while not node.readiness.is_ready:
-                await anyio.sleep(0.02)
+            await until(lambda: node.readiness.is_ready, 60)
         tasks.cancel_scope.cancel()
 
 
@@ -58,8 +57,7 @@ async def test_a_worker_whose_topic_has_peers_logs_no_waiting(
             await gateway.connect(endpoint.addresses[0])
             node = Node(endpoint, tasks)
             tasks.start_soon(serve, make_config(tmp_path), node)
-            while not node.readiness.is_ready:
-                await anyio.sleep(0.02)
+            await until(lambda: node.readiness.is_ready, 60)
             tasks.cancel_scope.cancel()
     assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]
 

@@ -191,9 +191,7 @@ async def test_an_executor_that_cannot_be_started_fails_the_job(in_lab: InLab, t
     async with in_lab(executors=[executor]) as lab:
         program.unlink()  # it was there when the worker checked it
         await lab.start("")
-        end = await lab.scheduler.ended()
-        assert end.outcome == "failed"
-        assert "program' is not found" in end.reason
+        assert "program' is not found" in await lab.scheduler.failure()
 
 
 @pytest.mark.parametrize("script", [WAITS, STUBBORN], ids=["willing", "stubborn"])

@@ -224,8 +224,7 @@ async def test_a_resource_that_is_gone_fails_the_attempt_and_is_named(in_task_la
     async with in_task_lab() as (_lab, tasks, lease):
         tasks.locate = answering(ResourceLocation(gone=Gone("its task was cancelled")))
         tasks.start(lease, "t", resources=(result("data"),))
-        failed = (await tasks.end("t")).failed
-        assert failed is not None
+        failed = await tasks.failure("t")
         assert (failed.resource, failed.exit_code) == ("data", None)
         assert "its task was cancelled" in failed.reason
         assert tasks.kinds("t") == ["started", "failed"]
@@ -238,9 +237,7 @@ async def test_a_scheduler_cannot_place_files_outside_a_resource(in_task_lab: In
         bad = LocatedFile(path=path, dataset="d", index=1, peers=(lab.peer,))
         tasks.locate = answering(ResourceLocation(pull=PullFiles((other, bad))))
         tasks.start(lease, "t", resources=(result(),))
-        failed = (await tasks.end("t")).failed
-        assert failed is not None
-        assert "does not stay inside" in failed.reason
+        assert "does not stay inside" in (await tasks.failure("t")).reason
 
 
 async def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTaskLab) -> None:
@@ -248,8 +245,7 @@ async def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTask
         output = await make_output(tasks, lease, "open('d', 'w').truncate(300_000_000)")
         tasks.locate = answering(ResourceLocation(pull=PullFiles(located(output, lab.peer))))
         tasks.start(lease, "t", resources=(result(),))
-        failed = (await tasks.end("t")).failed
-        assert failed is not None
+        failed = await tasks.failure("t")
         assert "exceeds this job's storage" in failed.reason
         assert failed.resource == "r"
 
@@ -284,8 +280,7 @@ async def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InT
             [str(tmp_path / "secret"), str(shared / ".." / "secret"), str(shared), "relative", str(shared / "folder")]
         ):
             tasks.start(lease, f"bad{number}", resources=(TaskResource(name="x", file=FileSource(source)),))
-            failed = (await tasks.end(f"bad{number}")).failed
-            assert failed is not None
+            failed = await tasks.failure(f"bad{number}")
             assert failed.resource == "x"
             assert "connectors.roots" in failed.reason or "not an absolute path" in failed.reason
 
@@ -301,8 +296,7 @@ async def test_a_full_disk_is_told_with_the_resource(in_task_lab: InTaskLab, mon
             with monkeypatch.context() as patched:
                 patched.setattr("hypha_net.connectors.content.FileIO", FullDisk)
                 tasks.start(lease, "t", resources=resources)
-                cancelled = (await tasks.end("t")).cancelled
-            assert cancelled is not None
+                cancelled = await tasks.cancellation("t")
             assert cancelled.reason.startswith("resource page (uri): ")
             assert cancelled.reason.endswith(": No space left on device; free some space there")
             tasks.start(lease, "next", resources=resources)
@@ -322,9 +316,7 @@ async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTask
         assert await found_by(lab, report) == {"one": "slice 4", "more": {"a": "slice 1", "b": {"c": "slice 2"}}}
         bad = TaskResource(name="bad", peers=PeersSource(peers, "numbers", 1, ("../a",)))
         tasks.start(lease, "u", resources=(bad,))
-        failed = (await tasks.end("u")).failed
-        assert failed is not None
-        assert "filenames" in failed.reason
+        assert "filenames" in (await tasks.failure("u")).reason
 
 
 async def test_a_token_reaches_neither_process_nor_reports(
@@ -354,9 +346,7 @@ async def test_a_token_reaches_neither_process_nor_reports(
         tasks.start(lease, "t", code, outputs={"found": "found"}, resources=(model("org/model"),))
         assert await found_by(lab, await tasks.end("t")) == {"model": {"config.json": "{}"}}
         tasks.start(lease, "bad", resources=(model("org/bad"),))
-        failed = (await tasks.end("bad")).failed
-        assert failed is not None
-        assert "the Hub says: no [token]" in failed.reason
+        assert "the Hub says: no [token]" in (await tasks.failure("bad")).reason
         assert used == ["hf_secret"] * 2
         assert "hf_secret" not in caplog.text
 
