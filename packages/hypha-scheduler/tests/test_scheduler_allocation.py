@@ -234,12 +234,10 @@ async def test_a_worker_is_placed_while_others_of_the_topic_stay_silent(delay: f
 
 
 async def test_leases_that_may_share_workers_are_offered_together() -> None:
-    def prepare(workers: list[Worker]) -> None:
-        for worker in workers[:2]:
+    async with open_lab(3) as lab:
+        for worker in lab.workers[:2]:
             worker.is_roomy, worker.grants = True, grant
-        workers[2].offers = False
-
-    async with open_lab(3, prepare) as lab:
+        lab.workers[2].offers = False
         allocator = lab.allocator(replace(role_request("train", 6), distinct_peers=False))
         found = await allocator.allocate()
         assert [*Counter(lease.peer for lease in found).values()] == [3, 3]
