@@ -50,7 +50,7 @@ async def serve(config, node):
     drain = node.drain_on_sigterm(1.0 if behaviour == "drains too long" else 600.0) if "drain" in behaviour else None
     if behaviour == "holds on":
         child = subprocess.Popen(["sleep", "600"])
-    node.ready()
+    node.readiness.ready()
     print("running", flush=True)
     if behaviour == "holds on":
         with anyio.CancelScope(shield=True):

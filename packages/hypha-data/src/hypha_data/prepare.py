@@ -223,7 +223,7 @@ def _write_slices(
     """Write the slices that are not finished yet."""
     entries = workspace.finished()
     for index in range(len(entries), len(order)):
-        path = _slice_path(workspace.slices, index, samples.form)
+        path = _slice_path(workspace.folder, index, samples.form)
         path.unlink(missing_ok=True)  # of an interrupted attempt
         entries.append(samples.write_slice(path, order[index]))
         workspace.add_finished(entries)

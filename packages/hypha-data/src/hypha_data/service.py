@@ -47,7 +47,7 @@ async def serve(config: DataConfig, node: Node) -> None:
     def on_announced(name: str | Path) -> None:
         waiting.discard(name)
         if not waiting:
-            node.ready()
+            node.readiness.ready()
 
     async def serve_dataset(name: str, folder: Path) -> None:
         seen = await anyio.to_thread.run_sync(find_manifest, folder)
@@ -57,7 +57,7 @@ async def serve(config: DataConfig, node: Node) -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(verifier.keep_verified)
                 announced = partial(on_announced, name)
-                tasks.start_soon(keep_announced, node.endpoint, verifier, announced, node.waiting)
+                tasks.start_soon(keep_announced, node.endpoint, verifier, announced, node.readiness.waiting)
                 verifier, seen = await wait_for_new_manifest(verifier.dataset, seen)
                 tasks.cancel_scope.cancel()
             _log.info("dataset %s: its manifest has changed and is served from now on", name)

@@ -29,7 +29,7 @@ class Workspace:
 
     Attributes:
         out: folder of the dataset.
-        folder: the working folder.
+        folder: the working folder, which has the finished slices, too.
     """
 
     def __init__(self, out: Path, plan: bytes) -> None:
@@ -73,11 +73,6 @@ class Workspace:
                 self.out.rmdir()
         self._lock.close()
 
-    @property
-    def slices(self) -> Path:
-        """Folder of the finished slices."""
-        return self.folder
-
     def finished(self) -> list[SliceEntry]:
         """Return the slices that are finished, in order."""
         path = self.folder / _JOURNAL
@@ -87,7 +82,7 @@ class Workspace:
                 entry: SliceEntry = from_json(SliceEntry, line, MAX_MANIFEST)
             except DecodeError:  # the last line of an interrupted write
                 break
-            file = self.slices / entry.file
+            file = self.folder / entry.file
             if not file.is_file() or file.stat().st_size != entry.size:
                 break
             found.append(entry)
@@ -95,7 +90,7 @@ class Workspace:
 
     def add_finished(self, entries: list[SliceEntry]) -> None:
         """Record the slices that are finished, the last of which is new."""
-        sync(self.slices / entries[-1].file)
+        sync(self.folder / entries[-1].file)
         mode = "ab" if len(entries) > 1 else "wb"
         with (self.folder / _JOURNAL).open(mode) as file:
             file.write(to_json(SliceEntry, entries[-1]) + b"\n")
@@ -115,7 +110,7 @@ class Workspace:
     def publish(self, manifest: Manifest, old: list[Path]) -> None:
         """Move the slices and the manifest into the dataset's folder, and remove old slices."""
         for entry in manifest.slices:
-            path = self.slices / entry.file
+            path = self.folder / entry.file
             if path.exists():  # not moved by an interrupted attempt
                 path.replace(self.out / entry.file)
         replace_file(self.out / MANIFEST, to_json(Manifest, manifest))

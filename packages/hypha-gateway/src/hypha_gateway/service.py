@@ -29,7 +29,7 @@ async def serve(config: GatewayConfig, node: Node) -> None:
         _log.warning("state_dir is not set: after a restart datasets are unknown until they are announced again")
     rpc.serve(node.endpoint, LIST_DATASETS, DatasetList(node.endpoint).answer)
     async with node.endpoint.subscribe(WORKER_REQUESTS.name) as requests:
-        node.ready()
+        node.readiness.ready()
         async for request in requests:
             _log.debug("request of %d bytes from %s passed on", len(request.data), request.source)
             if instrumentation.enabled():

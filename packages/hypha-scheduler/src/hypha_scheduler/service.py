@@ -96,7 +96,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     failures: list[str] = []
     async with _stopped_by_sigterm(node, service, submissions), anyio.create_task_group() as tasks:
         taken_up = await service.take_up(config.runs_dir, config.jobs)
-        node.ready()
+        node.readiness.ready()
         tasks.start_soon(_accept_jobs, submissions, not config.jobs)
         async with anyio.create_task_group() as running:
             for found in taken_up:
@@ -120,7 +120,7 @@ async def serve_resumed(config: SchedulerConfig, node: Node, found: ResumableJob
         JobFailedError: it failed, or its strategy does not resume it.
     """
     service, bridge = _open_service(config, node)
-    node.ready()
+    node.readiness.ready()
     failure: JobFailedError | None = None
     async with _stopped_by_sigterm(node, service):
         try:

@@ -154,7 +154,7 @@ async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -
             starting.start_soon(_become_ready, config, node, worker)
             await worker.draining.requested.wait()
             starting.cancel_scope.cancel()
-        node.waiting("draining")
+        node.readiness.waiting("draining")
         cancelled = await worker.draining.run()
         tasks.cancel_scope.cancel()
     return cancelled
@@ -163,9 +163,9 @@ async def _run_until_drained(config: WorkerConfig, node: Node, worker: Worker) -
 async def _become_ready(config: WorkerConfig, node: Node, worker: Worker) -> None:
     await _wait_for_topic_peers(node)
     while (fault := worker.fault) is not None:
-        node.waiting(fault)
+        node.readiness.waiting(fault)
         await anyio.sleep(_FAULT_POLL)
-    node.ready()
+    node.readiness.ready()
     await anyio.to_thread.run_sync(_preload, _runtimes(config))
 
 
@@ -181,7 +181,7 @@ async def _wait_for_topic_peers(node: Node) -> None:
         if node.endpoint.topic_peers(WORKER_REQUESTS.name):
             return
         if poll * _TOPIC_POLL >= _TOPIC_GRACE:
-            node.waiting(f"no other peer is on the topic {WORKER_REQUESTS.name} yet")
+            node.readiness.waiting(f"no other peer is on the topic {WORKER_REQUESTS.name} yet")
         await anyio.sleep(_TOPIC_POLL)
     _log.info("no other peer is on the topic %s: requests arrive when one joins it", WORKER_REQUESTS.name)
 

@@ -70,14 +70,6 @@ class Node:
     time, cancel it at once.
     """
 
-    def ready(self) -> None:
-        """Report this node as healthy. Idempotent."""
-        self.readiness.ready()
-
-    def waiting(self, reason: str) -> None:
-        """Report this node as not healthy, with the reason."""
-        self.readiness.waiting(reason)
-
 
 @runtime_checkable
 class ReloadsCertificates(Protocol):
