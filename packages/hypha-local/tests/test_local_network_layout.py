@@ -20,9 +20,14 @@ from hypha_local.foreground_network import MARKER, named_datasets
 from hypha_local.network_layout import DemoTraining, Folders, free_ports, plan_nodes, write_configuration
 
 
-def test_only_run_directories_are_replaced(tmp_path: Path) -> None:
-    folders = Folders(tmp_path / "run")
-    folders.make()
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    made = Folders(tmp_path / "run")
+    made.make()
+    return made
+
+
+def test_only_run_directories_are_replaced(folders: Folders, tmp_path: Path) -> None:
     (folders.logs / "old.log").write_text("old")
     folders.make()
     assert not (folders.logs / "old.log").exists()
@@ -83,18 +88,14 @@ def test_a_port_on_which_something_listens_is_not_chosen() -> None:
             free_ports(1, [listener.getsockname()[1]])
 
 
-def test_tidy_keeps_the_results(tmp_path: Path) -> None:
-    folders = Folders(tmp_path / "run")
-    folders.make()
+def test_tidy_keeps_the_results(folders: Folders) -> None:
     folders.model.mkdir()
     folders.metrics.write_text("{}\n")
     folders.tidy()
     assert sorted(path.name for path in folders.root.iterdir()) == [".hypha-local", "logs", "metrics.jsonl", "model"]
 
 
-def test_every_node_has_its_own_configuration(tmp_path: Path) -> None:
-    folders = Folders(tmp_path / "run")
-    folders.make()
+def test_every_node_has_its_own_configuration(folders: Folders) -> None:
     nodes = plan_nodes(2)
     write_configuration(folders, nodes, DemoTraining(workers=2, rounds=7, seed=5), sys.executable)
     files = {path.stem: tomllib.loads(path.read_text()) for path in folders.configuration.iterdir()}
@@ -106,9 +107,7 @@ def test_every_node_has_its_own_configuration(tmp_path: Path) -> None:
     assert (job["dataset"], job["rounds"]["evaluate_every"]) == ({"dataset": "digits"}, 0)
 
 
-def test_the_spare_worker_can_take_any_part(tmp_path: Path) -> None:
-    folders = Folders(tmp_path / "run")
-    folders.make()
+def test_the_spare_worker_can_take_any_part(folders: Folders) -> None:
     nodes = plan_nodes(1, spare=True)
     write_configuration(folders, nodes, DemoTraining(workers=1), sys.executable)
     spare = tomllib.loads((folders.configuration / "spare.toml").read_text())
@@ -116,18 +115,14 @@ def test_the_spare_worker_can_take_any_part(tmp_path: Path) -> None:
     assert nodes[-1].role == "scheduler"
 
 
-def test_python_path_with_any_characters_is_configured(tmp_path: Path) -> None:
-    folders = Folders(tmp_path / "demo")
-    folders.make()
+def test_python_path_with_any_characters_is_configured(folders: Folders) -> None:
     python = "/home/\u017elu\u0165 \U0001f40d/bin/python"
     write_configuration(folders, plan_nodes(1), DemoTraining(workers=1), python)
     text = (folders.configuration / "worker-1.toml").read_text(encoding="utf-8")
     assert tomllib.loads(text)["executors"][0]["cmd"] == python
 
 
-def test_evaluating_demo_announces_the_held_out_dataset(tmp_path: Path) -> None:
-    folders = Folders(tmp_path / "run")
-    folders.make()
+def test_evaluating_demo_announces_the_held_out_dataset(folders: Folders) -> None:
     write_configuration(folders, plan_nodes(1), DemoTraining(workers=1, evaluate_every=2), sys.executable)
     data, scheduler = (
         tomllib.loads((folders.configuration / f"{name}.toml").read_text()) for name in ("data", "scheduler")

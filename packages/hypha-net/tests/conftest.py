@@ -9,12 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 from support.authority import Authority
+from support.gateways import LOOPBACK, open_gateway
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint
 from hypha_net.testing import MemoryNetwork
-
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 @pytest.fixture
@@ -46,8 +45,7 @@ def _libp2p_opener(authority: Authority) -> Opener:
     @asynccontextmanager
     async def opened(count: int) -> AsyncIterator[list[Endpoint]]:
         async with AsyncExitStack() as stack:
-            settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-            gateway = await stack.enter_async_context(open_endpoint(authority.identity("gateway", "gateway"), settings))
+            gateway = await stack.enter_async_context(open_gateway(authority))
             settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
             nodes: list[Endpoint] = [gateway]
             for index in range(1, count):

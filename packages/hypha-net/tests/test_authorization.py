@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from support.gateways import LOOPBACK, open_gateway
 from support.waiting import until
 
 import hypha_proto
@@ -33,7 +34,6 @@ from hypha_proto.protocols import (
     Topic,
 )
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ANYBODY = {HEALTH_CHECK.name}
 
 
@@ -41,8 +41,7 @@ ANYBODY = {HEALTH_CHECK.name}
 async def opened(authority: Any, *roles: str | None, **changes: Any) -> AsyncIterator[list[Endpoint]]:
     """Open a gateway and connected nodes of these roles, all with `changes` to their settings."""
     async with AsyncExitStack() as stack:
-        settings = EndpointSettings((LOOPBACK,), role="gateway", **changes)
-        gateway = await stack.enter_async_context(open_endpoint(authority.identity("gateway", "gateway"), settings))
+        gateway = await stack.enter_async_context(open_gateway(authority, **changes))
         nodes: list[Endpoint] = [gateway]
         settings = EndpointSettings((LOOPBACK,), gateway_addresses=(gateway.addresses[0],), **changes)
         for index, role in enumerate(roles):

@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from support.endpoint_helpers import echo_at_once
+from support.gateways import ECHO, LOOPBACK
 from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -30,8 +31,6 @@ from hypha_net.errors import IdentityError, StreamResetError, UnreachableError
 from hypha_net.events import Disconnected, PeerRejected
 from hypha_net.identity import Identity, load_identity
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 DAY = dt.timedelta(days=1)
 QUICK = 0.1
 

@@ -12,6 +12,7 @@ import pytest
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 from support.endpoint_helpers import echo_at_once
+from support.gateways import ECHO, LOOPBACK, open_gateway
 from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -22,8 +23,6 @@ from hypha_net._libp2p.relay.messages import HopKind, HopMessage, Status
 from hypha_net.events import CircuitEnded
 from hypha_proto.ids import PeerId
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 TOPIC = "merging"
 
 
@@ -215,8 +214,7 @@ async def test_only_the_dialling_side_closes_a_connection(authority: Any, short_
 @asynccontextmanager
 async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
     """Yield a gateway that relays, and two nodes with a reservation there."""
-    settings = EndpointSettings((LOOPBACK,), role="gateway", relay_circuit=False)
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority, relay_circuit=False) as gateway:
         leaf = EndpointSettings((LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
         async with (
             open_endpoint(authority.identity("one"), leaf) as one,

@@ -20,6 +20,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 from support.endpoint_helpers import echo_at_once
+from support.gateways import ECHO, LOOPBACK, check_echo
 from support.loopback_ports import free_port
 from support.waiting import until
 
@@ -33,9 +34,6 @@ from hypha_net.backoff import JITTER, MAX_KEPT, Backoff
 from hypha_net.errors import NetError, NotRunningError, UnreachableError
 from hypha_net.events import Connected, DialFinished, Disconnected
 from hypha_proto.ids import PeerId
-
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 
 
 class FakeResolver(trio.abc.HostnameResolver):
@@ -53,14 +51,6 @@ class FakeResolver(trio.abc.HostnameResolver):
     async def getnameinfo(self, sockaddr: Any, flags: int) -> Any:
         """Fail a reverse look-up, like a resolver that finds no name."""
         raise socket.gaierror(socket.EAI_NONAME, f"{sockaddr} has no name here")
-
-
-async def check_echo(node: Libp2pEndpoint, peer: Libp2pEndpoint) -> None:
-    """Check that a stream carries bytes in both directions."""
-    stream = await node.open_stream(peer.peer_id, [ECHO])
-    await stream.send_all(b"there and back")
-    assert await stream.receive_some() == b"there and back"
-    await stream.aclose()
 
 
 @asynccontextmanager
@@ -82,7 +72,7 @@ async def test_node_is_reachable_over_ipv6(authority: Any, listen: str) -> None:
         own = f"/ip6/::1/tcp/{port}"
         async with opened(authority, "two", LOOPBACK, gateway_addresses=(own,)) as two:
             await two.wait_for_gateway(10)
-            await check_echo(two, one)
+            await check_echo(two, one.peer_id)
             await until(lambda: "p2p-circuit" in two.addresses[-1])
             assert two.addresses[-1].startswith("/ip6/")
         trio.socket.set_custom_hostname_resolver(FakeResolver("::1", "127.0.0.1"))
@@ -98,7 +88,7 @@ async def test_both_address_families_on_one_port(authority: Any) -> None:
         for place in ("ip4/127.0.0.1", "ip6/::1", "dns4/node.test", "dns6/node.test", "dns/node.test"):
             async with opened(authority, "two") as two:
                 assert await two.connect(f"/{place}/tcp/{port}") == one.peer_id
-                await check_echo(two, one)
+                await check_echo(two, one.peer_id)
         with pytest.raises(NetError, match=str(port)):
             async with opened(authority, "late", f"/ip6/::1/tcp/{port}"):
                 pass
@@ -147,7 +137,7 @@ async def test_advertised_name_does_not_lead_to_excluded_addresses(authority: An
         ):
             for node in (target, careful, careless):
                 await node.wait_for_gateway(10)
-            await check_echo(careless, target)
+            await check_echo(careless, target.peer_id)
             with pytest.raises(UnreachableError, match=r"localhost of a peer leads to .*exclude_cidr"):
                 await careful.open_stream(target.peer_id, [ECHO], timeout=5)
 
@@ -168,7 +158,7 @@ async def test_dead_addresses_do_not_prevent_a_connection(authority: Any) -> Non
             for node in (target, asking):
                 await node.wait_for_gateway(10)
             assert target.addresses[0].startswith(dead[0])
-            await check_echo(asking, target)
+            await check_echo(asking, target.peer_id)
             assert asking.is_direct(target.peer_id)
         await silent[0].aclose()
 
@@ -212,7 +202,7 @@ async def test_peer_that_has_ended_is_told_from_one_that_cannot_be_reached(autho
             await one.wait_for_gateway(10)
             async with opened(authority, "two", LOOPBACK, **joined) as two:
                 await two.wait_for_gateway(10)
-                await check_echo(one, two)
+                await check_echo(one, two.peer_id)
             with pytest.raises(NotRunningError, match="NO_RESERVATION"):
                 await one.open_stream(two.peer_id, [ECHO])
             async with opened(authority, "three", **joined) as without_address:
@@ -228,7 +218,7 @@ async def test_inbound_connection_ends_backoff(authority: Any, monkeypatch: pyte
         with pytest.raises(UnreachableError):
             await one.open_stream(two.peer_id, [ECHO])
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(check_echo, one, two)
+            tasks.start_soon(check_echo, one, two.peer_id)
             await anyio.wait_all_tasks_blocked()
             await two.connect(one.addresses[0])
 
@@ -245,7 +235,7 @@ async def test_inbound_connection_ends_pending_attempts(authority: Any) -> None:
             for node in (one, two):
                 await node.wait_for_gateway(10)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(check_echo, one, two)
+                tasks.start_soon(check_echo, one, two.peer_id)
                 stream = await silent[0].accept()
                 await two.connect(one.addresses[0])
             await stream.aclose()
@@ -300,7 +290,7 @@ async def test_simultaneous_dials_lose_no_stream(authority: Any) -> None:
             async with anyio.create_task_group() as tasks:
                 for node, peer in ((one, two), (two, one)):
                     for _ in range(5):
-                        tasks.start_soon(check_echo, node, peer)
+                        tasks.start_soon(check_echo, node, peer.peer_id)
             for node, peer in ((one, two), (two, one)):
                 assert 1 <= len(node._dialer.connections(peer.peer_id)) <= 2
                 assert list(node.connected_peers()) == [peer.peer_id]

@@ -16,6 +16,7 @@ import trio.testing
 from multiaddr import Multiaddr
 from pydantic import ValidationError
 from support.endpoint_helpers import echo_at_once
+from support.gateways import ECHO, LOOPBACK, check_echo, open_gateway
 from support.loopback_ports import free_port
 from support.waiting import until
 
@@ -28,9 +29,6 @@ from hypha_net.errors import AddressError, RefusedError, UnreachableError
 from hypha_net.events import DialFinished
 from hypha_net.node.config.models import NodeConfig
 from hypha_proto.ids import PeerId
-
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 
 
 def some_peer(number: int) -> PeerId:
@@ -214,13 +212,6 @@ def test_queries_are_bounded_in_number_depth_and_time() -> None:
 # ----------------------------------------------------------------------------------------------------------- dialling
 
 
-async def check_echo(node: Libp2pEndpoint, peer: PeerId) -> None:
-    stream = await node.open_stream(peer, [ECHO])
-    await stream.send_all(b"there and back")
-    assert await stream.receive_some() == b"there and back"
-    await stream.aclose()
-
-
 @asynccontextmanager
 async def opened(authority: Any, name: str, server: NameServer, **changes: Any) -> AsyncIterator[Libp2pEndpoint]:
     settings = EndpointSettings(name_servers=(server.place,), **changes)
@@ -292,8 +283,7 @@ async def test_exclude_cidr_applies_to_resolved_addresses(authority: Any, kind: 
 async def test_peer_may_advertise_a_dnsaddr(authority: Any) -> None:
     async with name_server() as server:
         port = free_port()
-        listening = EndpointSettings((LOOPBACK,), role="gateway")
-        async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
+        async with open_gateway(authority) as gateway:
             joined = {"gateway_addresses": (gateway.addresses[0],), "relay_circuit": False}
             own = {
                 "listen_addresses": (f"/ip4/127.0.0.1/tcp/{port}",),

@@ -9,6 +9,7 @@ import anyio
 import pytest
 import trio
 from libp2p.network.connection.swarm_connection import SwarmConn
+from support.gateways import LOOPBACK, open_gateway
 from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -16,8 +17,6 @@ from hypha_net._libp2p.dial import listener
 from hypha_net._libp2p.relay import client
 from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, UnreachableError
-
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 async def idle(address: str) -> trio.SocketStream:
@@ -96,8 +95,7 @@ async def test_reservation_requested_before_registration_is_granted(
     authority: Any, late_registration: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(client, "RETRY_PAUSES", (60.0,))
-    settings = EndpointSettings((LOOPBACK,), role="gateway")
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority) as gateway:
         late_registration.append(gateway)
         leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
         async with open_endpoint(authority.identity("leaf"), leaf) as node:

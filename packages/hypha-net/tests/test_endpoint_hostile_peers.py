@@ -20,6 +20,7 @@ import pytest
 import trio
 from libp2p.custom_types import TProtocol
 from support.endpoint_helpers import echo_at_once
+from support.gateways import ECHO, LOOPBACK
 from support.waiting import until
 from support.wire_peer import expect, line
 
@@ -42,8 +43,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
 from hypha_proto.transfer import PullRequest
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Gateway = Libp2pEndpoint
 

@@ -28,6 +28,7 @@ from libp2p.pubsub.validators import signature_validator
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
+from support.gateways import ECHO, LOOPBACK, open_gateway
 from support.loopback_ports import free_port
 from support.waiting import until
 from support.wire_peer import dial, speak
@@ -40,8 +41,6 @@ from hypha_net.errors import NetError, RefusedError, UnreachableError
 from hypha_net.identity import load_identity
 from hypha_net.peer_names import known_name
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 
@@ -383,8 +382,7 @@ async def test_the_round_trip_is_known_while_a_new_connection_is_not_measured_ye
 
 
 async def test_the_round_trip_of_a_relayed_connection_is_measured_end_to_end(authority: Any) -> None:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority) as gateway:
         settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))  # reachable by the relay only
         async with (
             open_endpoint(authority.identity("one", "worker"), settings) as one,

@@ -19,6 +19,7 @@ import anyio.to_thread
 import psutil
 import pytest
 import trio
+from support.gateways import ECHO, LOOPBACK
 from support.process_ready import first_line
 from support.waiting import until
 
@@ -28,9 +29,7 @@ from hypha_net.endpoint import Stream
 from hypha_net.events import Disconnected
 from hypha_proto.ids import PeerId
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 STATE = "/test/state/1"
-ECHO = "/test/echo/1"
 SILENT = 35.0
 """Seconds within which a silent peer must be detected."""
 KILLED = 1.0

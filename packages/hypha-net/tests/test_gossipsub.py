@@ -22,6 +22,7 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.rpc_queue import RpcQueue
 from multiaddr import Multiaddr
 from support.endpoint_helpers import publish_until_heard
+from support.gateways import LOOPBACK, open_gateway
 from support.waiting import until
 
 from hypha_net import EndpointSettings, instrumentation, open_endpoint
@@ -38,7 +39,6 @@ from hypha_net.pubsub import SubscriptionQueue
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.ids import PeerId
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TOPIC = "test/topic"
 MESHSUB = "/meshsub/1.1.0"
 PEER_AWAY = ID(PeerId.from_public_key(bytes(32)).raw)
@@ -85,8 +85,7 @@ class Star:
 
 @asynccontextmanager
 async def open_star(authority: Any) -> AsyncIterator[Star]:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority) as gateway:
         leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
         async with (
             open_endpoint(authority.identity("good", "worker"), leaf) as good,
@@ -257,9 +256,8 @@ async def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatc
 
 
 async def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority: Any, monkeypatch: Any) -> None:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
     async with (
-        open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+        open_gateway(authority) as gateway,
         open_endpoint(authority.identity("leaf", "worker"), EndpointSettings()) as leaf,
         anyio.create_task_group() as tasks,
     ):

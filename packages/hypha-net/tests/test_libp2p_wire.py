@@ -14,6 +14,7 @@ import pytest
 import trio
 from multiaddr import Multiaddr
 from support.endpoint_helpers import publish_until_heard
+from support.gateways import LOOPBACK, open_gateway
 from support.node_processes import crew
 from support.waiting import until
 from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, line, speak, varint
@@ -22,7 +23,6 @@ from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_proto.ids import PeerId
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 KAD, HOP, STOP = "/ipfs/kad/1.0.0", "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"
 PULL, ECHO = "/hypha-tensor-stream/pull", "/test/echo/1"
 PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
@@ -31,8 +31,7 @@ PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 @asynccontextmanager
 async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
     """Open a gateway and a connected leaf."""
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", **about)
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority, **about) as gateway:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
         async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
             await leaf.wait_for_gateway(10)
@@ -57,8 +56,7 @@ def closer_peers(answer: bytes) -> dict[bytes, list[bytes]]:
 
 async def test_identify_reports_the_configured_external_addresses(authority: Any) -> None:
     outside = "/dns4/gateway.example/tcp/4001"
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", external_addresses=(outside,))
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority, external_addresses=(outside,)) as gateway:
         async with speak(await dial(gateway.addresses[1]), authority.identity("rust", "worker")) as rust:
             stream = await rust.open(IDENTIFY)
             said = fields(await stream.message())

@@ -6,14 +6,13 @@ import logging
 from typing import Any
 
 import pytest
+from support.gateways import LOOPBACK, open_gateway
 from support.loopback_ports import free_port
 from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.errors import RefusedError
 from hypha_net.log_throttle import MAX_KEPT, LogThrottle, OutageLogSchedule
-
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 def test_a_message_is_logged_once_a_minute_with_the_suppressed_count(caplog: pytest.LogCaptureFixture) -> None:
@@ -72,9 +71,8 @@ async def test_repeated_refusals_of_a_peer_are_logged_once_on_each_side(
     authority: Any, foreign_authority: Any, caplog: Any
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        settings = EndpointSettings((LOOPBACK,), role="gateway")
         async with (
-            open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+            open_gateway(authority) as gateway,
             open_endpoint(foreign_authority.identity("stranger", "worker"), EndpointSettings()) as stranger,
         ):
             for _ in range(4):

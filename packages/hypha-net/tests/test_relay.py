@@ -21,6 +21,7 @@ import trio.testing
 from libp2p.custom_types import TProtocol
 from multiaddr import Multiaddr
 from support.endpoint_helpers import echo, read_all
+from support.gateways import ECHO, LOOPBACK, open_gateway
 from support.loopback_ports import free_port
 from support.waiting import until
 
@@ -46,8 +47,6 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-ECHO = "/test/echo/1"
 SINK = "/test/sink/1"
 
 
@@ -108,8 +107,7 @@ async def test_a_circuit_address_is_dialled_even_if_the_relays_address_is_exclud
 
 async def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: Any) -> None:
     excluded = ("127.0.0.0/8",)
-    listening = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", exclude_cidr=excluded)
-    async with open_endpoint(authority.identity("gateway", "gateway"), listening) as gateway:
+    async with open_gateway(authority, exclude_cidr=excluded) as gateway:
         settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
         async with (
             open_endpoint(authority.identity("one", "worker"), settings) as one,
@@ -226,8 +224,7 @@ async def test_a_reservation_is_restored_after_reconnection(authority: Any) -> N
 
 async def test_expired_reservations_do_not_keep_closed_connections_in_memory(authority: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(server, "SWEEP_EVERY", 0.0)
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False)
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority, relay_circuit=False) as gateway:
         kept: list[weakref.ref[Any]] = []
         for name in ("one", "two"):
             hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
@@ -489,9 +486,8 @@ async def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp
 
 
 async def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
     async with (
-        open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway,
+        open_gateway(authority) as gateway,
         AsyncExitStack() as stack,
     ):
         hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
@@ -505,8 +501,7 @@ async def test_a_relay_grants_more_than_four_reservations(authority: Any) -> Non
 
 
 async def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(authority: Any) -> None:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority) as gateway:
         leaf = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
         async with (
             open_endpoint(authority.identity("one", "worker"), leaf) as one,
@@ -638,8 +633,7 @@ async def test_hole_punching_to_a_host_name_respects_exclude_cidr(
 ) -> None:
     monkeypatch.setattr(dcutr, "PUNCH_TIMEOUT", 0.3)
     port = free_port()
-    settings = EndpointSettings((LOOPBACK,), role="gateway")
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority) as gateway:
         joined = (gateway.addresses[0],)
         named = EndpointSettings(
             (f"/ip4/127.0.0.1/tcp/{port}",), (f"/dns4/localhost/tcp/{port}",), gateway_addresses=joined

@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
+import pytest
 import trio
 import trio.testing
 from multiaddr import Multiaddr
+from support.gateways import LOOPBACK, open_gateway
 from support.waiting import until
 from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, speak
 
@@ -184,7 +186,6 @@ async def running(*nodes: ScriptedNode) -> AsyncIterator[None]:
             tasks.cancel_scope.cancel()
 
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 HOP, STOP = "/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop"
 
 
@@ -201,25 +202,16 @@ async def leaf_of(authority: Any, gateway: str, identity: Any = None) -> AsyncIt
 # ------------------------------------------------------------------------------------------------------------- topics
 
 
-async def test_a_publisher_behind_a_foreign_gateway_finds_the_subscribers_at_once(authority: Any) -> None:
+@pytest.mark.parametrize("publishes", [False, True], ids=["before it publishes", "by publishing alone"])
+async def test_a_publisher_behind_a_foreign_gateway_finds_the_subscribers(authority: Any, publishes: bool) -> None:
     """A scheduler publishes and joins nothing; the gateway forwards nothing."""
     gateway = ScriptedGateway(authority.identity("gateway", "gateway"))
     worker = SubscribedNode(authority.identity("worker", "worker"))
     async with running(gateway, worker):
         await worker.connect(gateway.address)
         async with leaf_of(authority, gateway.address) as leaf:
-            await leaf.connect_subscribers(WORKER_TOPIC)
-            await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 30)
-
-
-async def test_a_publish_alone_looks_for_subscribers(authority: Any) -> None:
-    gateway = ScriptedGateway(authority.identity("gateway", "gateway"))
-    worker = SubscribedNode(authority.identity("worker", "worker"))
-    async with running(gateway, worker):
-        await worker.connect(gateway.address)
-        async with leaf_of(authority, gateway.address) as leaf:
             assert not leaf.topic_peers(WORKER_TOPIC)
-            await leaf.publish(WORKER_TOPIC, b"x")
+            await (leaf.publish(WORKER_TOPIC, b"x") if publishes else leaf.connect_subscribers(WORKER_TOPIC))
             await until(lambda: worker.identity.peer_id in leaf.topic_peers(WORKER_TOPIC), 30)
 
 
@@ -277,8 +269,7 @@ async def test_a_subscriber_that_can_only_be_relayed_to_is_connected_through_the
             sources.append(fields(request[2][0])[1][0])
             await inner.closed.wait()
 
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-    async with open_endpoint(authority.identity("gateway", "gateway"), settings) as gateway:
+    async with open_gateway(authority) as gateway:
         circuit = Multiaddr(f"{gateway.addresses[0]}/p2p-circuit").to_bytes()
         about = {"addresses": [circuit], "handlers": {STOP: stop}}
         async with speak(await dial(gateway.addresses[0]), identity, **about) as rust:

@@ -134,10 +134,6 @@ async def test_files_of_a_repository_keep_their_names_and_only_the_token_of_the_
     [weights] = await hub(tmp_path, revision="v2", filenames=("model.safetensors",), token=None)
     assert weights.read_bytes() == b"weights"
     assert web.tokens == ["Bearer hf_secret", None]
-
-
-async def test_the_hub_is_told_which_libraries_ask(web: Web, tmp_path: Path) -> None:
-    await hub(tmp_path)
     assert all(agent and re.match(r"hypha-worker/[\d.]+; hf_hub/\d", agent) for agent in web.agents), web.agents
 
 

@@ -109,6 +109,13 @@ class TermLab:
         self.receivers.append(receiver)
         return len(self.trainers) - 1
 
+    async def take_round(self, number: int, values: Any, who: tuple[int, ...] = (0, 1), **changes: Any) -> Float32:
+        """Announce the members of a round and push their equal updates; return the outer update."""
+        await self.announce(number, who=who)
+        for each in who:
+            await self.push(each, number, self.write(values), **changes)
+        return await self.outer_update(number)
+
     async def outer_update(self, number: int) -> Float32:
         """Wait until the scheduler has the outer update of a round; return its values."""
         await self.lab.scheduler.until(lambda: len(self.scheduler.files) >= number)
@@ -183,11 +190,9 @@ async def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term:
         await lab.push(1, 1, lab.write([2.5, 2.5]))
         mean = (4 * 1.0 + 2 * 2.5) / 6
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * mean, rtol=1e-6)
-        await lab.announce(2)
-        for who in range(2):
-            await lab.push(who, 2, lab.write([3.0, 3.0]))
+        second = await lab.take_round(2, [3.0, 3.0])
         momentum = FACTOR * mean + 3.0
-        np.testing.assert_allclose(await lab.outer_update(2), RATE * (3.0 + FACTOR * momentum), rtol=1e-6)
+        np.testing.assert_allclose(second, RATE * (3.0 + FACTOR * momentum), rtol=1e-6)
         for receiver in lab.receivers:
             await lab.lab.scheduler.until(lambda receiver=receiver: receiver.files)
             sender, header, _ = receiver.files[0]
@@ -199,10 +204,7 @@ async def test_rounds_are_averaged_by_samples_and_stepped_with_momentum(in_term:
 
 async def end_with_a_round_of_both(lab: TermLab) -> None:
     """Run the second and last round with zero updates, so that only the momentum of the first counts."""
-    await lab.announce(2)
-    for who in range(2):
-        await lab.push(who, 2, lab.write([0.0, 0.0]))
-    np.testing.assert_allclose(await lab.outer_update(2), RATE * FACTOR**2 * 2.0, rtol=1e-6)
+    np.testing.assert_allclose(await lab.take_round(2, [0.0, 0.0]), RATE * FACTOR**2 * 2.0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("missing_member", [True, False], ids=["member that is missing", "no member"])
@@ -307,10 +309,7 @@ async def test_bad_updates_are_refused_before_the_mean_and_the_job_goes_on(
     in_term: InTerm, values: list[float], changes: dict[str, Any], reason: str
 ) -> None:
     async with in_term(rounds=2) as lab:
-        await lab.announce(1)
-        for who in range(2):
-            await lab.push(who, 1, lab.write([0.0, 0.0]))
-        await lab.outer_update(1)
+        await lab.take_round(1, [0.0, 0.0])
         await lab.announce(2)
         await lab.push(0, 2, lab.write([2.0, 2.0]))
         with pytest.raises(TransferRefusedError, match=reason):
@@ -331,9 +330,7 @@ async def test_an_update_a_million_times_too_large_does_not_count(in_term: InTer
         await lab.announce(2, who=(0,))
         await lab.push(0, 2, lab.write([3e6, 3e6]))  # all alone, against the round before
         await lab.refused(0, "over 10 times")
-        await lab.announce(2, who=(1,))
-        await lab.push(1, 2, lab.write([0.0, 0.0]))
-        await lab.outer_update(2)
+        await lab.take_round(2, [0.0, 0.0], who=(1,))
 
 
 @pytest.mark.parametrize("term", [1, 3])
@@ -409,10 +406,7 @@ async def test_nothing_of_a_sender_counts_in_a_round_in_which_an_update_of_it_wa
         await lab.push(0, 1, lab.write([2.0, 2.0]))
         await lab.announce(1, who=(0,))
         np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 2.0, rtol=1e-6)
-        await lab.announce(2)
-        await lab.push(0, 2, lab.write([0.0, 0.0]))
-        await lab.push(1, 2, lab.write([0.0, 0.0]))
-        np.testing.assert_allclose(await lab.outer_update(2), RATE * FACTOR**2 * 2.0, rtol=1e-6)
+        await end_with_a_round_of_both(lab)
 
 
 async def test_a_file_that_is_no_update_of_this_job_is_refused_and_deleted(in_term: InTerm) -> None:
@@ -457,10 +451,7 @@ async def test_an_update_that_counted_in_an_earlier_round_is_refused(in_term: In
 async def test_workers_that_state_nothing_take_part(in_term: InTerm) -> None:
     """Their headers have neither term nor contribution, and their digests are not announced."""
     async with in_term() as lab:
-        await lab.announce(1)
-        for who in range(2):
-            await lab.push(who, 1, lab.write([3.0, 3.0]), term=None)
-        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
+        np.testing.assert_allclose(await lab.take_round(1, [3.0, 3.0], term=None), RATE * (1 + FACTOR) * 3.0, rtol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- momentum
@@ -585,10 +576,7 @@ def refuse_pushes(lab: TermLab, reason: str, count: int) -> list[str]:
 async def test_the_outer_update_waits_for_room_at_the_scheduler(in_term: InTerm) -> None:
     async with in_term() as lab:
         refused = refuse_pushes(lab, f"{NO_ROOM}: 5 bytes are free", 30)
-        await lab.announce(1)
-        for who in range(2):
-            await lab.push(who, 1, lab.write([3.0, 3.0]))
-        await lab.outer_update(1)
+        await lab.take_round(1, [3.0, 3.0])
         assert len(refused) == 30
 
 
@@ -668,9 +656,7 @@ async def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported
         await lab.set_workers(0)
         with pytest.raises(TransferRefusedError, match="is not a worker of this job"):
             await lab.push(1, 1, lab.write([9.0, 9.0]))
-        await lab.announce(1, who=(0,))
-        await lab.push(0, 1, lab.write([2.0, 2.0]))
-        await lab.outer_update(1)
+        await lab.take_round(1, [2.0, 2.0], who=(0,))
         assert lab.lab.scheduler.refused == []
 
 
@@ -703,11 +689,8 @@ async def test_a_member_that_does_not_answer_holds_no_round_up(
 
     async with in_term(rounds=2) as lab:
         transfer.serve_pushes(lab.trainers[1], hang)
-        for number in (1, 2):
-            await lab.announce(number, who=(0, 1) if number == 1 else (0,))
-            for who in range(2 if number == 1 else 1):
-                await lab.push(who, number, lab.write([number, 2.0]))
-            await lab.outer_update(number)
+        for number, who in ((1, (0, 1)), (2, (0,))):
+            await lab.take_round(number, [number, 2.0], who)
         await lab.set_workers(0)  # it is released: nothing is pushed to it any more
         assert [len(receiver.files) for receiver in lab.receivers] == [2, 0]
 
@@ -727,9 +710,7 @@ async def test_a_member_that_is_back_after_its_round_gets_the_outer_update(
         await until(lambda: "did not reach" in caplog.text, 20)
         lab.lab.network.heal(*away)
         await lab.lab.scheduler.until(lambda: lab.receivers[1].files)
-        await lab.announce(2, who=(0,))
-        await lab.push(0, 2, lab.write([1.0, 2.0]))
-        await lab.outer_update(2)
+        await lab.take_round(2, [1.0, 2.0], who=(0,))
     assert caplog.text.count("outer update of round 1 did not reach") == 1
 
 
@@ -740,9 +721,7 @@ async def test_members_whose_updates_never_came_are_reported_and_others_announce
         await lab.lab.scheduler.until(lambda: lab.lab.scheduler.refused)
         [missing] = lab.lab.scheduler.refused
         assert (missing.round, missing.peer, missing.missing) == (1, lab.trainers[1].peer_id, True)
-        await lab.announce(1, who=(0,))
-        await lab.push(0, 1, lab.write([2.0, 2.0]))
-        await lab.outer_update(1)
+        await lab.take_round(1, [2.0, 2.0], who=(0,))
 
 
 async def test_a_parameter_server_that_gets_no_update_twice_fails(in_lab: InLab, push_receiver: Any) -> None:

@@ -1,0 +1,28 @@
+"""Gateways on the loopback interface, and checks of connections between real endpoints."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from hypha_net import EndpointSettings, open_endpoint
+from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_proto.ids import PeerId
+from support.authority import Authority
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+ECHO = "/test/echo/1"
+
+
+def open_gateway(authority: Authority, **changes: Any) -> AbstractAsyncContextManager[Libp2pEndpoint]:
+    """Open a gateway of an organisation; `changes` are those to its settings."""
+    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", **changes)
+    return open_endpoint(authority.identity("gateway", "gateway"), settings)
+
+
+async def check_echo(node: Libp2pEndpoint, peer: PeerId) -> None:
+    """Check that a stream to a peer that echoes carries bytes in both directions."""
+    stream = await node.open_stream(peer, [ECHO])
+    await stream.send_all(b"there and back")
+    assert await stream.receive_some() == b"there and back"
+    await stream.aclose()
