@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,18 @@ def test_files_packed_with_their_folder_are_unpacked(tmp_path: Path) -> None:
         archive.add(tmp_path / "model", "model")
     (tmp_path / "out").mkdir()
     assert unpack_archive(tmp_path / "model.tar", tmp_path / "out") == ["config.json"]
+
+
+def test_a_file_that_is_not_written_whole_is_an_error(tmp_path: Path) -> None:
+    archive = pack(tmp_path / "model.tar", {"weights.safetensors": bytes(1 << 20)})
+    (tmp_path / "out").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))  # as on a full disk, the write stops midway
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            unpack_archive(archive, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", bytes(512), bytes(10240), b"x" * 20000])

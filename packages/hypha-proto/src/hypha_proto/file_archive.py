@@ -131,7 +131,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> N
     assert content is not None  # it is a file
     target.parent.mkdir(parents=True, exist_ok=True)
     left = member.size
-    with content, target.open("xb", buffering=0) as file:
+    with content, target.open("xb") as file:
         while block := content.read(min(_BLOCK, left)):
             file.write(block)
             left -= len(block)
