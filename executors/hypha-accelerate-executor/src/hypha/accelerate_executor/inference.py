@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
@@ -31,7 +31,7 @@ from hypha.accelerate_executor.errors import ExecutorError, JobError, ModelError
 from hypha.accelerate_executor.exit_codes import exit_code_of, log_to_stderr, run_as_process
 from hypha.accelerate_executor.modeling.archive import unpacked
 from hypha.accelerate_executor.modeling.hf import lean_imports, load_stored_model, quieten_transformers
-from hypha.accelerate_executor.options import make_parser
+from hypha.accelerate_executor.options import ENGINES, PADDED, make_parser
 from hypha.accelerate_executor.predict.settings import GENERATE, InferenceTask, read_task
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from hypha.accelerate_executor.predict.computation import RowComputation
 
 logger = logging.getLogger("hypha.accelerate_executor.inference")
-
-_ENGINES: Final = ("padded", "continuous")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("inference", "Compute results for one Hypha task.", waits)
     parser.add_argument(
         "--generation",
-        choices=_ENGINES,
-        default="padded",
+        choices=ENGINES,
+        default=PADDED,
         help="how rows are generated together: in padded batches, or by continuous batching",
     )
     return parser

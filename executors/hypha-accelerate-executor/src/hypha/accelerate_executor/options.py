@@ -14,6 +14,10 @@ from hypha.accelerate_executor.errors import JobError
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
 
+PADDED: Final = "padded"
+CONTINUOUS: Final = "continuous"
+ENGINES: Final = (PADDED, CONTINUOUS)
+"""Ways to generate several rows together, as the worker's owner names them."""
 _TASK_LIMIT: Final = 1 << 20
 
 

@@ -31,6 +31,7 @@ from transformers import (
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
 from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
 from hypha.accelerate_executor.errors import RowError
+from hypha.accelerate_executor.options import CONTINUOUS, PADDED
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slices import SliceRows
@@ -66,11 +67,6 @@ def row_stream(seed: int, slice_index: int, row: int) -> np.random.Generator:
     """Return the random stream of a row."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, slice_index, row])))
 
-
-PADDED: Final = "padded"
-CONTINUOUS: Final = "continuous"
-ENGINES: Final = (PADDED, CONTINUOUS)
-"""Ways to generate several rows together, as the worker's owner names them."""
 
 _PAGE: Final = 256
 """Tokens of a page of the cache of continuous batching."""
@@ -113,7 +109,7 @@ class Generator:
             module: the model, in evaluation mode.
             tokenizer: its tokenizer.
             device: where its inputs go.
-            engine: one of `ENGINES`.
+            engine: one of `hypha.accelerate_executor.options.ENGINES`.
         """
         settings = task.inference
         self._sampling = settings
