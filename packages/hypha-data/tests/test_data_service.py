@@ -66,12 +66,12 @@ class DataNode:
 
 
 @asynccontextmanager
-async def running(folder: Path, *, verify: bool = False) -> AsyncIterator[DataNode]:
-    """Run the service of a data node with the dataset in `folder`."""
+async def running(folder: Path, *, waits: bool = True) -> AsyncIterator[DataNode]:
+    """Run the service of a data node with the dataset in `folder`, which is ready if this `waits`."""
     pem = folder / "no.pem"
     config = DataConfig(
         cert_pem=pem, key_pem=pem, trust_pem=pem, gateway_addresses=["/ip4/192.0.2.1/tcp/4001"],
-        dataset_path=folder, verify=verify,
+        dataset_path=folder,
     )  # fmt: skip
     network = MemoryNetwork()
     async with (
@@ -81,7 +81,10 @@ async def running(folder: Path, *, verify: bool = False) -> AsyncIterator[DataNo
     ):
         node = Node(endpoint, tasks)
         tasks.start_soon(serve, config, node)
-        yield DataNode(node, worker, folder.parent / "pulled")
+        started = DataNode(node, worker, folder.parent / "pulled")
+        if waits:
+            await started.until_ready()
+        yield started
         tasks.cancel_scope.cancel()
 
 
@@ -124,7 +127,6 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_every_slice_is_announced_and_served(folder: Path, tmp_path: Path) -> None:
     async with running(folder) as node:
-        await node.until_ready()
         [found] = await node.announced()
         assert (found.provider, found.record.num_slices) == (node.peer, 4)
         request = PullRequest(dataset="digits", index=0, name="manifest")
@@ -147,7 +149,6 @@ async def test_a_rewritten_slice_is_refused_until_it_is_restored(
 ) -> None:
     caplog.set_level(logging.INFO, "hypha_data")
     async with running(folder) as node:
-        await node.until_ready()
         expected = await node.pull(1)
         await until(lambda: "4 of 4 slices match" in caplog.text)  # all are checked once after the start
         before = corrupt(slice_file(folder, 1))
@@ -172,7 +173,6 @@ async def test_after_a_restart_a_damaged_slice_is_not_served(
     before, path = open_dataset("digits", folder), slice_file(folder, 1)
     _damage(path, damage)
     async with running(folder) as node:
-        await node.until_ready()
         [found] = await node.announced()
         assert found.record.manifest == before.digest, "the changed bytes are announced"
         with pytest.raises(TransferRefusedError, match="not what was announced"):
@@ -197,7 +197,6 @@ def _damage(path: Path, damage: str) -> None:
 async def test_withheld_slices_are_announced_as_such_until_they_are_restored(folder: Path) -> None:
     before = corrupt(slice_file(folder, 2))
     async with running(folder) as node:
-        await node.until_ready()
         await until_withheld(node, (2,))
         [found] = await node.announced()
         assert found.record.num_slices == 4
@@ -212,7 +211,7 @@ async def until_withheld(node: DataNode, expected: tuple[int, ...] | None) -> No
 
 async def test_a_dataset_without_a_usable_slice_is_announced_when_one_is_restored(folder: Path) -> None:
     before = [corrupt(slice_file(folder, index)) for index in range(4)]
-    async with running(folder) as node:
+    async with running(folder, waits=False) as node:
         while not node.readiness.reason or "none of its 4 slices" not in node.readiness.reason:
             await anyio.sleep(0.01)
         assert await node.announced() == []
@@ -230,7 +229,6 @@ async def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
     folder = prepared(tmp_path, LARGE)
     path = slice_file(folder, 1)
     async with running(folder) as node:
-        await node.until_ready()
         stream = await request_slice(node, 1)
         assert await stream.receive_some(1000)
         if replace:
@@ -248,7 +246,6 @@ async def test_a_slice_that_changes_while_it_is_sent_is_cut_off(
 async def test_a_slice_is_not_cut_off_when_only_other_files_change(tmp_path: Path) -> None:
     folder = prepared(tmp_path, LARGE)
     async with running(folder) as node:
-        await node.until_ready()
         corrupt(slice_file(folder, 2))
         assert await node.pull(1) == slice_file(folder, 1).read_bytes()
 
@@ -261,7 +258,7 @@ async def test_a_slice_is_served_while_another_one_is_read(folder: Path, monkeyp
         return reading(cache, path, on_read)
 
     monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
-    async with running(folder) as node, anyio.create_task_group() as tasks:
+    async with running(folder, waits=False) as node, anyio.create_task_group() as tasks:
         tasks.start_soon(node.pull, 0)
         for index in (1, 2, 3):
             request = PullRequest(dataset="digits", index=index)
@@ -279,7 +276,7 @@ async def test_a_request_waits_until_its_dataset_is_open(folder: Path, monkeypat
         return reading(cache, path, on_read)
 
     monkeypatch.setattr(digest_cache.DigestCache, "read", slow)
-    async with running(folder) as node:
+    async with running(folder, waits=False) as node:
         await anyio.wait_all_tasks_blocked()
         with monkeypatch.context() as patched:
             patched.setattr(slice_resolver, "OPEN_TIMEOUT", 0.01)
@@ -372,7 +369,6 @@ async def until_announced(node: DataNode, slices: int) -> None:
 
 async def test_a_dataset_that_is_prepared_again_is_announced_without_a_restart(folder: Path) -> None:
     async with running(folder) as node:
-        await node.until_ready()
         [before] = await node.announced()
         await anyio.to_thread.run_sync(prepare_again, folder, 6)
         await until_announced(node, 6)
@@ -401,7 +397,6 @@ async def test_a_broken_new_manifest_leaves_the_old_one_served(
         return [line.getMessage() for line in caplog.records if "the earlier one stays" in line.getMessage()]
 
     async with running(folder) as node:
-        await node.until_ready()
         [before] = await node.announced()
         (tmp_path / "new").write_bytes(broken)
         (tmp_path / "new").replace(folder / MANIFEST)

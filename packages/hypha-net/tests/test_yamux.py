@@ -184,10 +184,10 @@ def run(case: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def two_ends() -> AsyncIterator[tuple[Any, Any]]:
-    """Yield both ends of a stream, the one that opened it first."""
-    async with two_sessions() as (one, two):
-        yield await one.open_stream(), await two.accept_stream()
+async def two_ends(make_pipe: Pipe = trio.testing.memory_stream_pair) -> AsyncIterator[tuple[Any, Any, Any, Any]]:
+    """Yield two sessions and both ends of a stream, the one that opened it first."""
+    async with two_sessions(make_pipe) as (one, two):
+        yield one, two, await one.open_stream(), await two.accept_stream()
 
 
 def frame(kind: int, flags: int, stream: int, length: int | None = None, data: bytes = b"") -> bytes:
@@ -387,9 +387,7 @@ async def test_interoperates_with_py_libp2p_yamux(kinds: tuple[type, type], ours
 
 
 async def test_blocked_writer_waits_without_blocking_other_streams() -> None:
-    async with two_sessions() as (one, two):
-        slow = await one.open_stream()
-        slow_far = await two.accept_stream()
+    async with two_ends() as (one, two, slow, slow_far):
         done = trio.Event()
 
         async def write() -> None:
@@ -417,9 +415,7 @@ async def test_blocked_writer_waits_without_blocking_other_streams() -> None:
     ids=["short round trip", "long round trip", "fast link"],
 )
 async def test_window_grows_on_links_with_long_round_trip_or_high_rate(delay: float, rate: float, window: int) -> None:
-    async with two_sessions(lambda: delayed_pair(delay)) as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends(lambda: delayed_pair(delay)) as (_one, _two, near, far):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(near.write, bytes(80 * INITIAL_WINDOW))
             left = 80 * INITIAL_WINDOW
@@ -484,27 +480,22 @@ async def test_request_is_not_delayed_by_two_transfers_that_fill_the_link(rate: 
 
 
 async def test_slow_reader_grants_window_regularly() -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(near.write, bytes(2 * INITIAL_WINDOW))
-            await trio.sleep(1)
-            assert near._send_window == 0
-            for _ in range(10):
-                await trio.sleep(1.1)
-                await far.read(1000)
-            assert two.unread.size > INITIAL_WINDOW - 2000  # what was read has been replaced: the writer sees progress
-            nursery.cancel_scope.cancel()
+    async with two_ends() as (_one, two, near, far), trio.open_nursery() as nursery:
+        nursery.start_soon(near.write, bytes(2 * INITIAL_WINDOW))
+        await trio.sleep(1)
+        assert near._send_window == 0
+        for _ in range(10):
+            await trio.sleep(1.1)
+            await far.read(1000)
+        assert two.unread.size > INITIAL_WINDOW - 2000  # what was read has been replaced: the writer sees progress
+        nursery.cancel_scope.cancel()
 
 
 # ------------------------------------------------------------------------------------------------------ end of streams
 
 
 async def test_broken_connection_is_never_a_clean_end_of_stream() -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends() as (one, two, near, far):
         await near.write(b"half of it")
         assert await far.read(100) == b"half of it"
         await one.transport.stream.aclose()
@@ -521,9 +512,7 @@ async def test_broken_connection_is_never_a_clean_end_of_stream() -> None:
 
 
 async def test_reset_discards_unread_bytes() -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends() as (one, two, near, far):
         await near.write(bytes(1000))
         await near.reset()
         await near.reset()
@@ -536,9 +525,7 @@ async def test_reset_discards_unread_bytes() -> None:
 
 
 async def test_discarded_stream_does_not_block_the_writer() -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends() as (one, two, near, far):
         await near.write(b"x")
         await far.close()
         await far.discard()
@@ -552,9 +539,7 @@ async def test_discarded_stream_does_not_block_the_writer() -> None:
 
 
 async def test_close_flushes_pending_fin_and_does_not_wait_for_a_closed_peer() -> None:
-    async with two_sessions() as (one, two):
-        near = await one.open_stream()
-        far = await two.accept_stream()
+    async with two_ends() as (one, two, near, far):
         await near.write(b"the last answer")
         with trio.CancelScope() as scope:
             scope.cancel()
@@ -615,7 +600,7 @@ async def test_cancelled_write_does_not_corrupt_other_streams() -> None:
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_cancelled_close_or_reset_still_reaches_the_peer(how: str) -> None:
-    async with two_ends() as (near, far):
+    async with two_ends() as (_one, _two, near, far):
         with trio.CancelScope() as scope:
             scope.cancel()
             await getattr(near, how)()

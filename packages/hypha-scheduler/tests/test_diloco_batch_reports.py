@@ -39,6 +39,12 @@ class TwoWorkers:
         """Report batches with the durations that their executor states."""
         self.count(peer, self.rounds.batches_done(peer, [MeasuredBatch(BATCH, each) for each in stated], now), stated)
 
+    def work(self, seconds: range, *stated: float) -> None:
+        """Let both report these batches at the end of each of these seconds."""
+        for second in seconds:
+            for peer in (A, B):
+                self.report(peer, float(second), *stated)
+
     def report_each(self, peer: PeerId, now: float, *stated: float | None) -> None:
         """Report them one by one at the same moment."""
         for each in stated:
@@ -76,9 +82,7 @@ def test_an_executor_that_waits_at_its_last_batch_is_told_what_the_round_lacks(
     asks: bool, other_trains: bool, lacking: int | None
 ) -> None:
     job = TwoWorkers(batches=100)
-    for second in range(1, 11):
-        for peer in (A, B):
-            job.report(peer, float(second), 1.0)
+    job.work(range(1, 11), 1.0)
     count = job.left[A]
     assert count is not None
     if not other_trains:
@@ -99,9 +103,7 @@ def test_a_worker_between_two_reports_is_not_taken_for_slow() -> None:
 
 def test_a_worker_that_reports_several_batches_at_once_is_not_suspected() -> None:
     job = TwoWorkers(batches=2000)
-    for second in range(5, 31, 5):
-        for peer in (A, B):
-            job.report(peer, float(second), *[0.1] * 50)
+    job.work(range(5, 31, 5), *[0.1] * 50)
     assert job.rounds.expire(46.9) == ()
     assert [type(effect) for effect in job.rounds.expire(47.1)] == [Suspected, Suspected]  # 2 s and three intervals
 
@@ -118,15 +120,11 @@ def test_impossibly_long_durations_do_not_postpone_the_deadline() -> None:
 
 def test_one_stalled_batch_does_not_change_what_is_allocated() -> None:
     job = TwoWorkers(batches=200)
-    for second in range(1, 21):
-        for peer in (A, B):
-            job.report(peer, float(second), 1.0)
+    job.work(range(1, 21), 1.0)
     for second in range(21, 31):
         job.report(A, float(second), 1.0)
     job.report(B, 30.0, 10.0)
-    for second in range(31, 34):
-        for peer in (A, B):
-            job.report(peer, float(second), 1.0)
+    job.work(range(31, 34), 1.0)
     done = {peer: job.rounds.progress_of(peer, 1)[1] for peer in (A, B)}
     assert done == {A: 33, B: 24}
     assert job.left == {A: pytest.approx(71, abs=8), B: pytest.approx(71, abs=8)}
@@ -134,9 +132,7 @@ def test_one_stalled_batch_does_not_change_what_is_allocated() -> None:
 
 def test_a_worker_whose_update_arrives_later_gets_fewer_batches() -> None:
     job = TwoWorkers(batches=100)
-    for second in range(1, 51):
-        for peer in (A, B):
-            job.report(peer, float(second), 1.0)
+    job.work(range(1, 51), 1.0)
     for peer in (A, B):
         job.rounds.update_started(peer, 50.0)
     job.rounds.metrics_reported(A, 1, 0.5, 50.0)

@@ -128,8 +128,16 @@ class Network:
             return  # the job ended, or the lease
 
     async def result(self) -> dict[str, Any]:
+        """Return the result of a job; check that each row has one result, and that the results are a dataset."""
         outcome = (await self.lab.ended())[-1]
         assert isinstance(outcome, Path), outcome
+        audited = audit(self.directory)
+        assert (audited.faults, audited.proven, audited.is_complete) == ([], sum(ROWS), True)
+        text = (self.directory / "results" / "manifest.json").read_bytes()
+        manifest: Manifest = from_json(Manifest, text)
+        assert [entry.samples for entry in manifest.slices] == [*ROWS]
+        records = [record for record in read_journal(self.directory / JOURNAL) if record["record"] == "part"]
+        assert sorted(record["slice"] for record in records) == list(range(len(ROWS)))
         found: dict[str, Any] = json.loads(outcome.read_text())
         return found
 
@@ -141,16 +149,6 @@ class Network:
     def contents(self) -> dict[Path, bytes]:
         """Return the files of the job."""
         return {path: path.read_bytes() for path in self.directory.rglob("*") if path.is_file()}
-
-    def check(self) -> None:
-        """Check that each row has one result, and that the results are a dataset."""
-        found = audit(self.directory)
-        assert (found.faults, found.proven, found.is_complete) == ([], sum(ROWS), True)
-        text = (self.directory / "results" / "manifest.json").read_bytes()
-        manifest: Manifest = from_json(Manifest, text)
-        assert [entry.samples for entry in manifest.slices] == [*ROWS]
-        records = [record for record in read_journal(self.directory / JOURNAL) if record["record"] == "part"]
-        assert sorted(record["slice"] for record in records) == list(range(len(ROWS)))
 
 
 @asynccontextmanager
@@ -177,7 +175,6 @@ async def test_two_workers_compute_a_dataset(tmp_path: Path, monkeypatch: pytest
         network.serve(diligent)
         network.start()
         result = await network.result()
-        network.check()
         assert result["rows"] == result["rows_assigned"] == sum(ROWS)
         assert sum(worker["rows"] for worker in result["workers"]) == sum(ROWS)
         assert result["results_dir"] == str(network.directory / "results")
@@ -199,7 +196,6 @@ async def test_a_dataset_of_a_folder_is_computed(tmp_path: Path, monkeypatch: py
         network.serve(diligent)
         network.start()
         await network.result()
-        network.check()
 
 
 async def test_a_part_that_is_invalid_is_refused_and_computed_again(
@@ -220,7 +216,6 @@ async def test_a_part_that_is_invalid_is_refused_and_computed_again(
         network.serve(careless)
         network.start()
         result = await network.result()
-        network.check()
         assert result["parts_refused"] == len(refusals) >= 1
         assert "is cut short" in refusals[0]
 
@@ -249,7 +244,6 @@ async def test_a_part_does_not_interrupt_another_of_the_same_attempt(
         network.serve(sends_two_at_once)
         network.start()
         result = await network.result()
-        network.check()
         assert (result["parts_dropped"], result["rows_assigned"]) == (0, sum(ROWS))
 
 
@@ -276,7 +270,6 @@ async def test_a_part_of_a_worker_that_was_lost_gets_a_receipt_and_is_dropped(
         network.start()
         await was_late.wait()
         result = await network.result()
-        network.check()
         assert result["parts_dropped"] == 1
         assert result["rows"] == sum(ROWS) < result["rows_assigned"]
 
@@ -313,7 +306,6 @@ async def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkey
         is_resumed = True
         network.start(resume=True)
         result = await network.result()
-        network.check()
         assert result["rows"] == sum(ROWS)
         assert result["rows_assigned"] < sum(ROWS)
         kinds = [record["record"] for record in read_journal(network.directory / JOURNAL)]
@@ -342,7 +334,6 @@ async def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
         network.job = network.job.model_copy(update={"inference": allowing})
         network.start(resume=True)
         result = await network.result()
-        network.check()
         assert (result["errors"], result["error_kinds"]) == (sum(ROWS), {"TooLong": sum(ROWS)})
 
 

@@ -185,11 +185,15 @@ def test_a_name_is_a_word(name: str) -> None:
         DilocoJobConfig.model_validate(table | {"name": name})
 
 
+def job_on(dataset: str, kind: str) -> DilocoJobConfig:
+    model = {"repository": "a/b", "type": kind}
+    table = {"dataset": dataset, "model": model, "inner_optimizer": {"learning_rate": 1}}
+    return DilocoJobConfig.model_validate(table)
+
+
 @pytest.mark.virtual_clock
 async def test_an_unknown_dataset_is_told_within_ten_seconds() -> None:
-    model = {"repository": "a/b", "type": "auto"}
-    table = {"dataset": "mnits", "model": model, "inner_optimizer": {"learning_rate": 1}}
-    job = DilocoJobConfig.model_validate(table)
+    job = job_on("mnits", "auto")
     async with MemoryNetwork(seed=1).endpoint("scheduler") as endpoint:
         began = anyio.current_time()
         with pytest.raises(UnusableDatasetError, match=r"'mnits': no data node announces it; correct the name"):
@@ -199,9 +203,7 @@ async def test_an_unknown_dataset_is_told_within_ten_seconds() -> None:
 
 @pytest.mark.virtual_clock
 async def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lists() -> None:
-    model = {"repository": "a/b", "type": "auto"}
-    table = {"dataset": "mnits", "model": model, "inner_optimizer": {"learning_rate": 1}}
-    job = DilocoJobConfig.model_validate(table)
+    job = job_on("mnits", "auto")
     others = tuple(ListedDataset(name=f"x{n:02}", num_slices=1, providers=1, manifests=1) for n in range(20))
     mnist = ListedDataset(name="mnist", num_slices=1, providers=1, manifests=1)
 
@@ -219,9 +221,7 @@ async def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lis
 
 
 async def test_columns_that_a_job_cannot_use_are_told_at_once(tmp_path: Path) -> None:
-    model = {"repository": "a/b", "type": "causal-lm"}
-    table = {"dataset": "digits", "model": model, "inner_optimizer": {"learning_rate": 1}}
-    job = DilocoJobConfig.model_validate(table)
+    job = job_on("digits", "causal-lm")
     entry = SliceEntry(file="a", samples=1, size=1, digest=f"blake3:{'0' * 64}")
     columns = {"pixel_values": "float32[8,8]", "labels": "int64"}
     manifest = tmp_path / "manifest.json"
@@ -273,9 +273,7 @@ def test_lacking_columns_of_training_data_are_named(
 
 @pytest.mark.virtual_clock
 async def test_a_dataset_that_is_announced_meanwhile_is_accepted() -> None:
-    model = {"repository": "a/b", "type": "auto"}
-    table = {"dataset": "digits", "model": model, "inner_optimizer": {"learning_rate": 1}}
-    job = DilocoJobConfig.model_validate(table)
+    job = job_on("digits", "auto")
     network = MemoryNetwork(seed=1)
     async with network.endpoint("scheduler") as endpoint, network.endpoint("data") as data:
 
