@@ -239,19 +239,26 @@ def members(network: Network, number: int) -> set[str]:
     return {member["peer"] for member in network.rounds[number - 1]["members"]}
 
 
-def once(phase: str, act: Callable[[Process], None], after: int = 1) -> Callable[[str, Process], None]:
-    """Return an observer that acts when a process first reaches a phase after some rounds."""
-    done: list[Process] = []
+class Once:
+    """Observer that acts when a process first reaches a phase after some rounds."""
 
-    def observe(reached: str, process: Process) -> None:
-        if done or reached != phase:
-            return
-        if phase not in LONG_LIVED and len(process.network.rounds) < after:
-            return
-        done.append(process)
-        act(process)
+    def __init__(self, phase: str, act: Callable[[Process], None], after: int = 1) -> None:
+        self._phase, self._act, self._after = phase, act, after
+        self.met: list[Process] = []
+        """The process, once it has acted."""
+        self.at = 0.0
+        """When it acted."""
 
-    return observe
+    def __call__(self, reached: str, process: Process) -> None:
+        is_early = self._phase not in LONG_LIVED and len(process.network.rounds) < self._after
+        if not self.met and reached == self._phase and not is_early:
+            self.met, self.at = [process], anyio.current_time()
+            self._act(process)
+
+    @property
+    def peer(self) -> PeerId:
+        [process] = self.met
+        return process.peer
 
 
 def failed(code: int | None = 1, reason: str = "it exited", *lines: str) -> TaskEnded:
@@ -263,17 +270,12 @@ def failed(code: int | None = 1, reason: str = "it exited", *lines: str) -> Task
 
 @pytest.mark.parametrize("phase", EXECUTOR_PHASES)
 def test_a_worker_that_is_killed_in_any_phase_is_replaced(phase: str) -> None:
-    killed: list[tuple[float, PeerId]] = []
+    killed = Once(phase, lambda process: process.node.crash())
+    network = finish(Network(table=table(), workers=5, on_phase=killed))
 
-    def kill(process: Process) -> None:
-        killed.append((anyio.current_time(), process.peer))
-        process.node.crash()
-
-    network = finish(Network(table=table(), workers=5, on_phase=once(phase, kill)))
-
-    [(at, peer)] = killed
-    lost = next(when for when, _, fields in network.events if when > at and fields.get("worker") == str(peer))
-    assert lost - at <= LEASE + 2.0
+    about = [when for when, _, fields in network.events if fields.get("worker") == str(killed.peer)]
+    lost = next(when for when in about if when > killed.at)
+    assert lost - killed.at <= LEASE + 2.0
     assert (
         len({member["peer"] for record in network.rounds for member in record["members"]}) == 5 or phase in LONG_LIVED
     )
@@ -282,18 +284,12 @@ def test_a_worker_that_is_killed_in_any_phase_is_replaced(phase: str) -> None:
 
 @pytest.mark.parametrize("phase", EXECUTOR_PHASES)
 def test_an_executor_that_dies_in_any_phase_is_started_again_on_its_lease(phase: str) -> None:
-    died: list[tuple[float, PeerId]] = []
+    died = Once(phase, lambda process: process.node.fail(failed()))
+    network = finish(Network(table=table(), workers=4, on_phase=died))
 
-    def die(process: Process) -> None:
-        died.append((anyio.current_time(), process.peer))
-        process.node.fail(failed())
-
-    network = finish(Network(table=table(), workers=4, on_phase=once(phase, die)))
-
-    [(at, peer)] = died
-    again = next(when for when, start in network.starts if when > at and start.task.lease.peer == peer)
-    assert again - at <= 10.0
-    assert str(peer) in members(network, ROUNDS)
+    again = next(when for when, start in network.starts if when > died.at and start.task.lease.peer == died.peer)
+    assert again - died.at <= 10.0
+    assert str(died.peer) in members(network, ROUNDS)
     assert len(network.named("worker_restarted")) == 1
 
 
@@ -316,10 +312,8 @@ def test_an_executor_that_dies_the_third_time_is_replaced() -> None:
 
 
 def test_an_executor_that_memory_has_ended_computes_half_as_much_at_once() -> None:
-    def die(process: Process) -> None:
-        process.node.fail(failed(75, "out of memory", "MemoryError"))
-
-    network = finish(Network(table=table(), workers=4, on_phase=once("training", die)))
+    died = Once("training", lambda process: process.node.fail(failed(75, "out of memory", "MemoryError")))
+    network = finish(Network(table=table(), workers=4, on_phase=died))
 
     sizes = [start.spec.training and start.spec.training.micro_batch for _, start in network.starts]
     assert [size for size in sizes if size] == [BATCH // 2]
@@ -353,75 +347,53 @@ def train_config(start: StartTask) -> TrainConfig:
 
 
 def test_a_worker_whose_disk_is_full_is_replaced_and_others_go_on() -> None:
-    victims: list[PeerId] = []
+    end = failed(74, "no room on the disk: /disk/job", "OSError: No space left on device: '/work/job'")
+    died = Once("training", lambda process: process.node.fail(end))
+    network = finish(Network(table=table(), workers=5, on_phase=died))
 
-    def die(process: Process) -> None:
-        victims.append(process.peer)
-        process.node.fail(failed(74, "no room on the disk: /disk/job", "OSError: No space left on device: '/work/job'"))
-
-    network = finish(Network(table=table(), workers=5, on_phase=once("training", die)))
-
-    assert len([start for _, start in network.starts if start.task.lease.peer == victims[0]]) == 1
-    assert str(victims[0]) not in members(network, ROUNDS)
+    assert len([start for _, start in network.starts if start.task.lease.peer == died.peer]) == 1
+    assert str(died.peer) not in members(network, ROUNDS)
     assert any("/disk/job" in str(fields) for _, _, fields in network.events)
 
 
 def test_exit_code_two_ends_the_job_with_its_last_lines() -> None:
-    def die(process: Process) -> None:
-        process.node.fail(failed(2, "it exited", "ValueError: the model does not fit the data"))
-
-    network = run_job(Network(table=table(), workers=5, on_phase=once("training", die)))
+    end = failed(2, "it exited", "ValueError: the model does not fit the data")
+    died = Once("training", lambda process: process.node.fail(end))
+    network = run_job(Network(table=table(), workers=5, on_phase=died))
 
     assert "ValueError: the model does not fit the data" in str(network.outcome)
 
 
 def test_a_stopped_executor_is_told_of_and_no_later_round_waits_for_it() -> None:
-    stopped: list[tuple[float, PeerId]] = []
-
-    def stop(process: Process) -> None:
-        stopped.append((anyio.current_time(), process.peer))
-        process.stop()
-
+    stopped = Once("training", Process.stop, after=3)
     usual = mean(durations(finish(Network(table=table(), workers=3))))
-    network = finish(Network(table=table(), workers=3, on_phase=once("training", stop, after=3)))
+    network = finish(Network(table=table(), workers=3, on_phase=stopped))
 
-    [(at, peer)] = stopped
-    told = next(
-        when for when, name, fields in network.events if name == "worker_suspected" and fields["worker"] == str(peer)
-    )
-    assert told - at <= 5.0 + 3 * 0.6
-    number = next(number for number in range(1, ROUNDS + 1) if str(peer) not in members(network, number))
+    peer = str(stopped.peer)
+    told = next(when for when, name, about in network.events if name == "worker_suspected" and about["worker"] == peer)
+    assert told - stopped.at <= 5.0 + 3 * 0.6
+    number = next(number for number in range(1, ROUNDS + 1) if peer not in members(network, number))
     assert mean(durations(network)[number:]) <= usual * 3 / 2 / 0.95 + 0.5, "two do the work of three"
 
 
 def test_a_stopped_executor_that_goes_on_begins_anew_with_the_weights() -> None:
-    stopped: list[Process] = []
+    stopped = Once("training", Process.stop)
 
     async def resume(network: Network) -> None:
-        await until(lambda: stopped, 1000, 0.5)
+        await until(lambda: stopped.met, 1000, 0.5)
         number = len(network.rounds)
         await until(lambda: len(network.rounds) >= number + 2, 1000, 0.1)
-        stopped[0].resume()
+        stopped.met[0].resume()
 
-    def stop(process: Process) -> None:
-        stopped.append(process)
-        process.stop()
-
-    network = finish(Network(table=table(12), workers=4, on_phase=once("training", stop), during=resume), 12)
+    network = finish(Network(table=table(12), workers=4, on_phase=stopped, during=resume), 12)
 
     assert network.seen["rejoined"] >= 1
     assert network.seen["refused"] == 0
-    assert str(stopped[0].peer) in members(network, 12)
+    assert str(stopped.peer) in members(network, 12)
 
 
 def test_a_worker_that_stays_silent_for_three_rounds_is_replaced() -> None:
-    stopped: list[PeerId] = []
-
-    def stop(process: Process) -> None:
-        stopped.append(process.peer)
-        process.stop()
-
-    network = finish(Network(table=table(12), workers=5, on_phase=once("training", stop)), 12)
+    network = finish(Network(table=table(12), workers=5, on_phase=Once("training", Process.stop)), 12)
 
     assert len(members(network, 12)) == 4
     assert network.named("worker_replaced")
@@ -458,7 +430,7 @@ def test_a_worker_that_drains_hands_its_round_in_and_is_replaced() -> None:
         drained.append((process.executor.round, process.peer))  # type: ignore[attr-defined]
         process.node.drain()
 
-    network = finish(Network(table=table(12), workers=5, on_phase=once("training", drain)), 12)
+    network = finish(Network(table=table(12), workers=5, on_phase=Once("training", drain)), 12)
 
     [(number, peer)] = drained
     assert str(peer) in members(network, number)
@@ -499,17 +471,11 @@ def test_a_job_whose_workers_do_not_return_fails_after_the_allocation_timeout() 
 
 @pytest.mark.parametrize("phase", SERVER_PHASES)
 def test_a_parameter_server_that_is_killed_in_any_phase_is_replaced(phase: str) -> None:
-    killed: list[tuple[float, int]] = []
+    killed = Once(phase, lambda process: process.node.crash(), after=2)
+    network = finish(Network(table=table(), servers=2, on_phase=killed))
 
-    def kill(process: Process) -> None:
-        killed.append((anyio.current_time(), len(process.network.rounds)))
-        process.node.crash()
-
-    network = finish(Network(table=table(), servers=2, on_phase=once(phase, kill, after=2)))
-
-    [(at, _)] = killed
-    started = [when for when, start in network.starts if start.task.lease.role == AGGREGATE and when > at]
-    assert started[0] - at <= 30.0
+    started = [when for when, start in network.starts if start.task.lease.role == AGGREGATE and when > killed.at]
+    assert started[0] - killed.at <= 30.0
     assert [record["term"] for record in network.rounds] == sorted(record["term"] for record in network.rounds)
     assert network.rounds[-1]["term"] == 2
 
@@ -534,20 +500,16 @@ def test_a_parameter_server_is_lost_at_any_message_of_a_round() -> None:
 
 
 def test_a_parameter_server_that_fails_by_itself_is_replaced_by_another() -> None:
-    failing: list[PeerId] = []
-
-    def fail(process: Process) -> None:
-        failing.append(process.peer)
-        process.node.fail(failed(1, "OSError: [Errno 28] No space left on device: '/srv/outer'"))
-
-    network = finish(Network(table=table(), servers=2, on_phase=once("before the step", fail)))
+    end = failed(1, "OSError: [Errno 28] No space left on device: '/srv/outer'")
+    failing = Once("before the step", lambda process: process.node.fail(end))
+    network = finish(Network(table=table(), servers=2, on_phase=failing))
 
     servers = [start.task.lease.peer for _, start in network.starts if start.task.lease.role == AGGREGATE]
-    assert servers[0] == failing[0] != servers[1]
+    assert servers[0] == failing.peer != servers[1]
 
 
 def test_a_parameter_server_that_drains_is_replaced_without_a_lost_round() -> None:
-    network = finish(Network(table=table(12), servers=2, on_phase=once("in the step", lambda p: p.node.drain())), 12)
+    network = finish(Network(table=table(12), servers=2, on_phase=Once("in the step", lambda p: p.node.drain())), 12)
 
     assert network.rounds[-1]["term"] == 2
 
@@ -583,19 +545,18 @@ def test_a_scheduler_that_dies_after_any_record_goes_on(adopts: bool) -> None:
 
 def test_a_scheduler_that_dies_while_a_parameter_server_is_replaced_goes_on() -> None:
     for number in range(1, 12):
-        deaths: list[int] = []
 
-        def kill(process: Process, number: int = number, deaths: list[int] = deaths) -> None:
-            deaths.append(number)
+        def kill(process: Process, number: int = number) -> None:
             process.node.crash()
             process.network.dies_after = len(process.network.journal) + number
 
-        finish(Network(seed=number, table=table(5), servers=2, on_phase=once("before the step", kill)), 5)
-        assert deaths
+        killed = Once("before the step", kill)
+        finish(Network(seed=number, table=table(5), servers=2, on_phase=killed), 5)
+        assert killed.met
 
 
 def test_a_scheduler_that_is_started_again_does_not_wait_for_a_worker_that_is_away() -> None:
-    stopped: list[Process] = []
+    stopped = Once("training", Process.stop)
 
     async def kill_scheduler(network: Network) -> None:
         await until(lambda: network.named("worker_late"), 1000, 0.1)
@@ -604,13 +565,9 @@ def test_a_scheduler_that_is_started_again_does_not_wait_for_a_worker_that_is_aw
         await anyio.sleep(1.0)
         network.kill_scheduler()
         await anyio.sleep(10.0)
-        stopped[0].resume()
+        stopped.met[0].resume()
 
-    def stop(process: Process) -> None:
-        stopped.append(process)
-        process.stop()
-
-    network = finish(Network(table=table(12), workers=4, on_phase=once("training", stop), during=kill_scheduler), 12)
+    network = finish(Network(table=table(12), workers=4, on_phase=stopped, during=kill_scheduler), 12)
 
     assert max(durations(network)) < 30.0
     assert network.seen["refused"] == 0
