@@ -271,7 +271,7 @@ class Auction:
     def _has_room_for(self, key: _OfferKey, now: float) -> bool:
         limit = _MAX_PEERS * len(self._requests)
         if key not in self._offers and len(self._offers) >= limit:
-            self._offers = {key: offer for key, offer in self._offers.items() if offer.accept_by >= now}
+            self._offers = {live.key: live for live in self._offers.values() if live.accept_by >= now}
         return key in self._offers or len(self._offers) < limit
 
     def _taken_peers(self) -> set[PeerId]:
