@@ -169,7 +169,8 @@ def train(make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def update(worker: Any) -> dict[str, Any]:
-    file, _ = open_update(worker.updates[-1])
+    [path] = worker.updates
+    file, _ = open_update(path)
     with file:
         return {name: np.array(file.tensor(name)) for name in file.tensors}
 
@@ -215,11 +216,11 @@ def test_a_scheduler_without_terms_gets_no_early_report(
 
 @pytest.mark.parametrize("text", ["", "0", "1.5"])
 def test_memory_that_is_no_number_of_bytes_is_refused(
-    make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+    make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fails: Callable[..., str], text: str
 ) -> None:
     monkeypatch.setenv(MEMORY_VARIABLE, text)
-    assert training.main(make_worker().arguments()) == 2
-    assert f"{MEMORY_VARIABLE}={text!r} is not a number of bytes, 1 or more" in caplog.text
+    said = fails(training.main, make_worker().arguments(), 2)
+    assert f"{MEMORY_VARIABLE}={text!r} is not a number of bytes, 1 or more" in said
 
 
 TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
@@ -254,12 +255,6 @@ def run(make_worker: Callable[..., Any], llama: Path, tmp_path: Path) -> Callabl
     return train
 
 
-def _update(worker: Any) -> dict[str, Any]:
-    file, _ = open_update(worker.updates[0])
-    with file:
-        return {name: np.array(file.tensor(name)) for name in file.tensors}
-
-
 def test_the_update_is_that_of_the_whole_batch(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, compute = [], Trainer.loss
 
@@ -270,12 +265,11 @@ def test_the_update_is_that_of_the_whole_batch(run: Callable[..., Any], monkeypa
     monkeypatch.setattr(Trainer, "loss", record)
     whole, parts = run(), run(micro_batch=3)
     assert sizes == [8] * 5 + [2, 3, 3] * 5
-    ours, theirs = _update(parts), _update(whole)
+    ours, theirs = update(parts), update(whole)
     assert max(np.abs(value).max() for value in theirs.values()) > 1e-3
     for name, value in ours.items():
         np.testing.assert_allclose(value, theirs[name], atol=2e-6, rtol=0, err_msg=name)
 
 
-def test_none_is_refused(make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    assert training.main(make_worker().arguments(micro_batch=0)) == 2
-    assert "micro_batch must be at least 1" in caplog.text
+def test_none_is_refused(make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
+    assert "micro_batch must be at least 1" in fails(training.main, make_worker().arguments(micro_batch=0), 2)

@@ -166,19 +166,23 @@ async def test_only_the_gpus_of_a_jobs_lease_are_measured(
 VARIABLES = ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
 
 
-async def seen_by_a_job(
-    in_lab: Any, caplog: pytest.LogCaptureFixture, resources: dict[str, Any], **wanted: float
-) -> list[str | None]:
-    """Run a job on a lease for `wanted`; return the variables of its process."""
+@pytest.fixture
+def seen_by_a_job(in_lab: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs a job on a lease with some GPU memory; it returns the variables of its process."""
     caplog.set_level(logging.INFO)
-    async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, **resources}) as lab:
-        lab.write_script(f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n")
-        lease = await lab.scheduler.hire(cpu=1.0, **wanted)
-        await lab.scheduler.dispatch(lease, lab.train_spec())
-        assert (await lab.scheduler.ended()).outcome == "finished"
-        [line] = [record.getMessage() for record in caplog.records if "seen [" in record.getMessage()]
-    found: list[str | None] = json.loads(line.partition("seen ")[2])
-    return found
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    async def run(resources: dict[str, Any], gpu: float) -> Any:
+        async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, **resources}) as lab:
+            lab.write_script(f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n")
+            lease = await lab.scheduler.hire(cpu=1.0, gpu=gpu)
+            await lab.scheduler.dispatch(lease, lab.train_spec())
+            assert (await lab.scheduler.ended()).outcome == "finished"
+            [line] = [record.getMessage() for record in caplog.records if "seen [" in record.getMessage()]
+        return json.loads(line.partition("seen ")[2])
+
+    return run
 
 
 LISTED = {"devices": [{"index": 0, "memory": 80.0}, {"index": 1, "memory": 24.0}]}
@@ -198,24 +202,14 @@ LISTED = {"devices": [{"index": 0, "memory": 80.0}, {"index": 1, "memory": 24.0}
     ids=["listed", "listed-none", "detected", "detected-none", "undivided", "undivided-none", "not-offered"],
 )
 async def test_a_job_sees_the_gpus_of_its_lease_only(
-    nvml: FakeNvml,
-    in_lab: Any,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    resources: dict[str, Any],
-    gpu: float,
-    seen: list[str | None],
+    nvml: FakeNvml, seen_by_a_job: Any, resources: dict[str, Any], gpu: float, seen: list[str | None]
 ) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    assert await seen_by_a_job(in_lab, caplog, resources, gpu=gpu) == seen
+    assert await seen_by_a_job(resources, gpu) == seen
 
 
-async def test_without_uuids_gpus_are_visible_by_index(
-    nvml: FakeNvml, in_lab: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_uuids_gpus_are_visible_by_index(nvml: FakeNvml, seen_by_a_job: Any) -> None:
     nvml.uuids = ["GPU-aaaa0000", None]
-    assert await seen_by_a_job(in_lab, caplog, LISTED, gpu=20.0) == ["1", "1", "0", "PCI_BUS_ID"]
+    assert await seen_by_a_job(LISTED, 20.0) == ["1", "1", "0", "PCI_BUS_ID"]
 
 
 @pytest.mark.parametrize(("gpu", "shares"), [(104.0, [80.0, 24.0]), (111.7, [85.92, 25.78]), (120.0, [92.31, 27.69])])
