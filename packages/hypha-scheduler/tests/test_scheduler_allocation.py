@@ -95,6 +95,11 @@ class Worker:
     def is_free(self) -> bool:
         return self.is_roomy or self.lease is None or anyio.current_time() >= self.expires
 
+    async def appear(self, delay: float) -> None:
+        """Make offers from `delay` seconds on."""
+        await anyio.sleep(delay)
+        self.offers = True
+
     async def bid(self, scheduler: PeerId, request: WorkerRequest) -> None:
         await anyio.sleep(BATCH_WINDOW)
         if not self.is_free:
@@ -327,12 +332,7 @@ async def test_an_incomplete_set_is_released_for_others_and_sought_again() -> No
     async with open_lab(3) as lab:
         lab.workers[2].offers = False
         allocator = lab.allocator(role_request("train", 3), timeout=60)
-
-        async def appear() -> None:
-            await anyio.sleep(30)
-            lab.workers[2].offers = True
-
-        lab.tasks.start_soon(appear)
+        lab.tasks.start_soon(lab.workers[2].appear, 30)
         assert len(await allocator.allocate()) == 3
         assert 30 < allocator.seconds < 45
         gave_up = "the scheduler found too few workers to go with it"
@@ -350,12 +350,7 @@ async def test_an_incomplete_set_is_kept_while_no_worker_is_busy() -> None:
         lab.workers[3].rejections = ()
         lab.workers[2].offers = lab.workers[3].offers = False
         allocator = lab.allocator(role_request("train", 3), timeout=60)
-
-        async def appear() -> None:
-            await anyio.sleep(30)
-            lab.workers[3].offers = True
-
-        lab.tasks.start_soon(appear)
+        lab.tasks.start_soon(lab.workers[3].appear, 30)
         assert len(await allocator.allocate()) == 3
         assert 30 < allocator.seconds < 31.5
         assert [worker.released for worker in lab.workers] == [[]] * 4
@@ -439,12 +434,7 @@ def test_the_last_attempt_begins_in_time_before_the_deadline() -> None:
             allocator = lab.allocator(role_request("train", 2), timeout=30)
             late = lab.workers[1]
             late.offers = False
-
-            async def appear() -> None:
-                await anyio.sleep(27.5)
-                late.offers = True
-
-            lab.tasks.start_soon(appear)
+            lab.tasks.start_soon(late.appear, 27.5)
             assert len(await allocator.allocate()) == 2
 
     for seed in range(5):
