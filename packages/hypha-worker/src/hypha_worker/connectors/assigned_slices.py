@@ -51,9 +51,7 @@ class AssignmentOrder:
     """Number of slices that were assigned."""
     _asking: anyio.Lock = field(default_factory=anyio.Lock)
 
-    async def request(
-        self, contact: SchedulerContact, request: DataRequest, timeout: float
-    ) -> list[tuple[AssignedSlice, int]]:
+    async def request(self, contact: SchedulerContact, request: DataRequest, timeout: float) -> list[_Numbered]:
         """Call `request_slices` when all earlier requests are answered; return the slices with numbers, from 0."""
         async with self._asking:
             found = await request_slices(contact, request, timeout)
@@ -138,7 +136,7 @@ class AssignedSlices:
         """Ask for slices; return each with its number, if they are numbered."""
         if self.order is None:
             return [(slice_, None) for slice_ in await request_slices(self.contact, request, self.timeout)]
-        return [*await self.order.request(self.contact, request, self.timeout)]
+        return await self.order.request(self.contact, request, self.timeout)
 
     async def _pull(
         self, dataset: str, assigned: AssignedSlice, number: int | None, target: PurePosixPath
