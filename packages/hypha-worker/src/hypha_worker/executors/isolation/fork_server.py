@@ -12,6 +12,7 @@ Requests are packets on a SOCK_SEQPACKET socket:
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import marshal
 import os
@@ -101,8 +102,6 @@ def _become(start: dict[str, Any], passed: Sequence[int], launcher: ModuleType) 
         passed: its output, and these descriptors.
         launcher: the module.
     """
-    import fcntl
-
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
