@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -287,8 +287,9 @@ async def test_an_output_that_is_swapped_while_it_is_stored_leaks_nothing(tmp_pa
     with swapping(work_dir, "out"):
         storage = TaskStorage(work_dir, 1 << 24)
         while outcomes.total() < RACES // 4 or (len(outcomes) < 2 and outcomes.total() < RACES):
-            with suppress(OSError):  # it is being swapped
-                storage.files.write_file("out/secret", b"mine")
+            with suppress(OSError, BridgeError), storage.files.staged() as staged:  # it is being swapped
+                staged.write_bytes(b"mine")
+                storage.files.publish(staged, PurePosixPath("out/secret"))
             await take(storage)
     assert set(outcomes) == {"refused", "mine"}
     assert (outside / "secret").read_bytes() == SECRET

@@ -152,7 +152,9 @@ def test_a_file_that_is_gone_when_it_is_published_is_an_error_of_the_path(files:
 
 
 def test_what_is_written_for_a_job_only_its_owner_reads(files: TaskFiles, tmp_path: Path) -> None:
-    (files.work_dir / "job.json").symlink_to(tmp_path / "outside" / "secret")
+    (files.work_dir / "link").symlink_to(tmp_path / "outside" / "secret")
+    with pytest.raises(FileExistsError):
+        files.write_file("link", b"{}")
     assert files.write_file("job.json", b"{}") == files.work_dir / "job.json"
     about = (files.work_dir / "job.json").lstat()
     assert (stat.S_IMODE(about.st_mode), stat.S_ISREG(about.st_mode), about.st_size) == (0o600, True, 2)

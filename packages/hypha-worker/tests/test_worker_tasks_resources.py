@@ -332,7 +332,7 @@ async def test_a_token_reaches_neither_process_nor_reports(
             from hypha_worker.errors import peer_failed
 
             raise peer_failed(f"the Hub says: no {reference.token}")
-        storage.files.write_file(str(folder / "config.json"), b"{}")
+        (storage.files.work_dir / folder / "config.json").write_bytes(b"{}")
         return []
 
     monkeypatch.setattr("hypha_worker.tasks.resource_fetcher.download_from_hub", download)

@@ -70,7 +70,7 @@ class TaskFiles:
     """The files of one task. Its methods may be called in any thread; they block for as long as the disk takes."""
 
     def __init__(self, work_dir: Path) -> None:
-        """Prepare; `create` makes the folders. A folder that exists already is opened with the first access.
+        """Prepare; `create` makes the folder. One that exists already is opened with the first access.
 
         Args:
             work_dir: the task's folder.
@@ -85,13 +85,12 @@ class TaskFiles:
     # ------------------------------------------------------------------------------------------------------- lifetime
 
     def create(self) -> None:
-        """Make both folders, which must not exist.
+        """Make the task's folder, which must not exist.
 
         Raises:
-            OSError: they cannot be made.
+            OSError: it cannot be made.
         """
         self.work_dir.mkdir(mode=0o700)
-        self.staging.mkdir(mode=0o700)
         with self._opened():
             pass
 
@@ -156,11 +155,7 @@ class TaskFiles:
             BridgeError: the path leads through a link or a file, or names a folder.
             OSError: it cannot be moved.
         """
-        with _folder_errors(str(path)):
-            self._move(staged, path)
-
-    def _move(self, staged: Path, path: PurePosixPath) -> None:
-        with self._opened() as root, make_folder(root, path.parent) as parent:
+        with _folder_errors(str(path)), self._opened() as root, make_folder(root, path.parent) as parent:
             os.rename(staged, path.name, dst_dir_fd=parent)
 
     def publish_tree(self, staged: Path, path: PurePosixPath) -> None:
@@ -191,15 +186,15 @@ class TaskFiles:
         return path
 
     def write_file(self, name: str, content: bytes) -> Path:
-        """Write a file that only its owner may read, and return its absolute path; one of this name is replaced.
+        """Write a new file that only its owner may read into the task's folder, and return its absolute path.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: it cannot be written, or there is one of this name.
         """
-        with self.staged() as staged:
-            with open(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        with self._opened() as root:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(name, flags, 0o600, dir_fd=root), "wb") as file:
                 file.write(content)
-            self._move(staged, PurePosixPath(name))
         return self.work_dir / name
 
     # -------------------------------------------------------------------------------------------------------- reading

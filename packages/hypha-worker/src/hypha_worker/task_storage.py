@@ -10,7 +10,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,12 +46,6 @@ _BLOCK: Final = 512
 """Bytes in the unit of `st_blocks`, on every file system."""
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Reservation:
-    real_path: str
-    size: int
 
 
 @dataclass(slots=True)
@@ -93,10 +87,9 @@ class TaskStorage(ContentStorage):
         """What is sent and received for the task."""
         self.files: Final = TaskFiles(work_dir)
         self.transfers = anyio.CapacityLimiter(MAX_TRANSFERS)
-        self._root = os.path.realpath(work_dir)
         self._threads = anyio.CapacityLimiter(_THREADS)
         self._lock = threading.Lock()
-        self._reservations: dict[Path, _Reservation] = {}
+        self._reservations: dict[Path, int] = {}
         self._present = 0
         """Bytes of the files without a reservation, when they were last looked at."""
 
@@ -174,28 +167,24 @@ class TaskStorage(ContentStorage):
             StorageExceededError: the task's files would exceed its limit.
         """
         with self._lock:
-            known = self._reservations.get(path)
-            real_path = known.real_path if known is not None else os.path.realpath(path)
-            others = [each for each in self._reservations.values() if each.real_path != real_path]
-            announced = sum(each.size for each in others)
-            if known is None or self._present + announced + size > self.limit:
-                self._present = self._measure({real_path, *(each.real_path for each in others)})
+            before = self._reservations.get(path)
+            announced = sum(self._reservations.values()) - (before or 0)
+            if before is None or self._present + announced + size > self.limit:
+                self._present = self._measure({path, *self._reservations})
             used = self._present + announced
             if used + size > self.limit:
                 raise StorageExceededError(
                     f"a file of {size} bytes exceeds this job's storage: {used} of {self.limit} bytes are used; "
                     "request more storage for the job, or raise [resources.default] storage of this worker"
                 )
-            self._reservations[path] = _Reservation(real_path, size)
+            self._reservations[path] = size
 
     def release(self, path: Path) -> None:
         """See `StorageQuota.release`."""
         with self._lock:
-            known = self._reservations.pop(path, None)
-            if known is not None:
-                self._present += known.size  # until it is looked at
+            self._present += self._reservations.pop(path, 0)  # until it is looked at
 
-    def _measure(self, reserved: set[str], *, space: bool = False) -> int:
+    def _measure(self, reserved: Set[Path], *, space: bool = False) -> int:
         """Return the bytes of all files of the task but those in `reserved`; links are not followed.
 
         An incomplete file (hidden, ``.part``) counts with the space that it has, which is less than its length where
@@ -219,14 +208,14 @@ class TaskStorage(ContentStorage):
             total += _size(path, about, space=space)
         return total
 
-    def _walk(self, reserved: set[str]) -> Iterator[tuple[bool, str, os.stat_result]]:
+    def _walk(self, reserved: Set[Path]) -> Iterator[tuple[bool, str, os.stat_result]]:
         """Yield everything in the staging folder, then in the task's, but for what is reserved."""
-        staging = os.path.realpath(self.files.staging)
-        with suppress(FileNotFoundError), open_root(Path(staging)) as folder:
-            for path, about in walk(folder, "", lambda path: f"{staging}/{path}" in reserved):
+        names = {str(path) for path in reserved}
+        with suppress(FileNotFoundError), open_root(self.files.staging) as folder:  # there is none before it is needed
+            for path, about in walk(folder, "", lambda path: f"{self.files.staging}/{path}" in names):
                 yield True, path, about
         with suppress(FileNotFoundError):  # the task has not begun
-            for path, about in self.files.walk("", lambda path: f"{self._root}/{path}" in reserved):
+            for path, about in self.files.walk("", lambda path: f"{self.files.work_dir}/{path}" in names):
                 yield False, path, about
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -57,6 +58,7 @@ def prepare_control_folder(work_dir: Path) -> Path:
     return folder
 
 
+@functools.cache
 def work_dir_key(folder: Path) -> str:
     """Return a name for a work directory by which what its worker has left elsewhere is found: 12 hex digits."""
     return hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()[:12]

@@ -126,7 +126,6 @@ class ResourceFetcher:
         resources = [resource for resource in resources if resource.slices is None]
         if not resources:
             return {}
-        self.storage.files.make_folder(RESOURCES)
         async with anyio.create_task_group() as tasks:
             for resource in resources:
                 tasks.start_soon(self._fetch, resource)
