@@ -327,17 +327,18 @@ class ResourceFetcher:
             for failure in found:
                 failures.setdefault(failure.peer, failure)
 
-        missing = iter([index for index in range(len(files)) if index not in staged.complete])
+        missing = [index for index in range(len(files)) if index not in staged.complete]
+        rest = iter(missing)
 
         async def pull_some() -> None:
-            for index in missing:
+            for index in rest:
                 if failures:
                     return
                 await pull(index)
 
         try:
             async with anyio.create_task_group() as tasks:
-                for _ in range(MAX_FETCHES):
+                for _ in missing[:MAX_FETCHES]:
                     tasks.start_soon(pull_some)
         except ExceptionGroup as errors:
             raise first_leaf_error(errors) from None
