@@ -106,7 +106,7 @@ async def _confined(stack: IsolationStack, folder: Path, command: list[str]) -> 
     async with stack.confine(confinement) as confined:
         launch = Launch(list(command), base_environment(folder, allocation.resources, ()))
         confined.apply(launch)
-        process = spawn(launch, folder)
+        process = await spawn(launch, folder)
         output = await process.stdout.receive()
         took = time.perf_counter() - began
         try:
@@ -114,7 +114,7 @@ async def _confined(stack: IsolationStack, folder: Path, command: list[str]) -> 
                 output += await process.stdout.receive()
         except anyio.EndOfStream:
             code = await process.wait()
-        await process.aclose()
+        process.close()
     if code != 0:
         raise RuntimeError(f"{json.dumps(command)[:80]} exited with {code}: {output.decode()}")
     return took, output.decode()

@@ -331,7 +331,7 @@ async def read_all(process: SpawnedProcess) -> bytes:
 
 
 async def test_a_process_has_its_environment_folder_output_and_session(server: ForkServer, tmp_path: Path) -> None:
-    process = spawn(shell('echo "$NAME $(pwd)"; echo error >&2; cat; umask; exit 3'), tmp_path, server)
+    process = await spawn(shell('echo "$NAME $(pwd)"; echo error >&2; cat; umask; exit 3'), tmp_path, server)
     output = await read_all(process)
     assert output.decode().split("\n") == [f"value {tmp_path}", "error", "0077", ""]
     assert await process.wait() == 3
@@ -342,7 +342,7 @@ async def test_a_process_has_its_environment_folder_output_and_session(server: F
 async def test_it_leads_its_own_session_and_inherits_named_descriptors_only(server: ForkServer, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     script = f"readlink /proc/self/fd/*; echo found > /dev/fd/{writer}; sleep 60"
-    process = spawn(shell(script, descriptors=[writer]), tmp_path, server)
+    process = await spawn(shell(script, descriptors=[writer]), tmp_path, server)
     os.close(writer)
     await anyio.wait_readable(reader)
     assert os.read(reader, 10) == b"found\n"
@@ -354,7 +354,7 @@ async def test_it_leads_its_own_session_and_inherits_named_descriptors_only(serv
 
 
 async def test_the_id_stays_taken_until_the_end_is_seen(server: ForkServer, tmp_path: Path) -> None:
-    process = spawn(shell("exit 0"), tmp_path, server)
+    process = await spawn(shell("exit 0"), tmp_path, server)
     await read_all(process)
     await until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE, 60)
     assert await process.wait() == 0
@@ -362,17 +362,17 @@ async def test_the_id_stays_taken_until_the_end_is_seen(server: ForkServer, tmp_
 
 
 async def test_many_processes_at_once_end_each_with_its_own_status(server: ForkServer, tmp_path: Path) -> None:
-    processes = [spawn(shell(f"exit {number}"), tmp_path, server) for number in range(100)]
+    processes = [await spawn(shell(f"exit {number}"), tmp_path, server) for number in range(100)]
     assert [await process.wait() for process in processes] == list(range(100))
 
 
 async def test_a_large_environment_and_a_command_that_is_missing(server: ForkServer, tmp_path: Path) -> None:
-    large = spawn(shell("echo ${#LARGE}", env={"LARGE": "x" * 100_000}), tmp_path, server)
+    large = await spawn(shell("echo ${#LARGE}", env={"LARGE": "x" * 100_000}), tmp_path, server)
     assert await read_all(large) == b"100000\n"
-    missing = spawn(Launch(["/no/such/program"], {}), tmp_path, server)
+    missing = await spawn(Launch(["/no/such/program"], {}), tmp_path, server)
     assert b"the executor cannot be started" in await read_all(missing)
     assert await missing.wait() == 126
-    nowhere = spawn(shell("echo here"), tmp_path / "none", server)
+    nowhere = await spawn(shell("echo here"), tmp_path / "none", server)
     assert b"No such file" in await read_all(nowhere)
     assert await nowhere.wait() == 126
 
@@ -381,14 +381,14 @@ async def test_after_the_server_was_killed_its_processes_count_as_killed_and_a_n
     server: ForkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     others = psutil.Process().children()
-    first = spawn(shell("exec sleep 60"), tmp_path, server)
+    first = await spawn(shell("exec sleep 60"), tmp_path, server)
     new = [child for child in psutil.Process().children() if child not in others]
     [started] = [child for child in new if child.pid == os.getpgid(child.pid)]
     started.kill()
     assert await first.wait() == -signal.SIGKILL
     assert "is not known" in caplog.text
     os.killpg(first.pid, signal.SIGKILL)
-    second = spawn(shell("echo again"), tmp_path, server)
+    second = await spawn(shell("echo again"), tmp_path, server)
     assert await read_all(second) == b"again\n"
     assert await second.wait() == 0
 
@@ -398,7 +398,7 @@ async def test_without_a_server_that_works_a_process_is_started_directly(
 ) -> None:
     broken = ForkServer()
     broken.start = lambda *_: (_ for _ in ()).throw(OSError("no memory"))  # type: ignore[method-assign]
-    process = spawn(shell("echo direct"), tmp_path, broken)
+    process = await spawn(shell("echo direct"), tmp_path, broken)
     assert await read_all(process) == b"direct\n"
     assert await process.wait() == 0
     assert "start more slowly" in caplog.text

@@ -12,8 +12,11 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+import anyio
 
 from hypha_worker.executors.isolation import fork_server
 from hypha_worker.executors.isolation.layers import Launch
@@ -28,11 +31,15 @@ class ForkServer:
     """Starts processes in the thread of the event loop: the server ends with that thread."""
 
     def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        """Held from a request until its answer."""
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def start(self, launch: Launch, cwd: Path, output: int) -> tuple[int, int]:
+    async def start(self, launch: Launch, cwd: Path, output: int) -> tuple[int, int]:
         """Start a process; return its id, and a pipe from which its exit code can be read once, as text.
+
+        Not cancelled once it has asked for the process: nobody would end it.
 
         Args:
             launch: what it becomes.
@@ -42,30 +49,23 @@ class ForkServer:
         Raises:
             OSError: the server does not work.
         """
-        control = self._connect()
-        start = {
-            "steps": launch.steps,
-            "command": launch.command,
-            "env": launch.env,
-            "cwd": str(cwd),
-            "numbers": list(launch.descriptors),
-        }
-        reader, writer = os.pipe()
-        description = os.memfd_create("hypha-start")
-        try:
-            with open(description, "wb", closefd=False) as file:
-                file.write(marshal.dumps(start))
-            socket.send_fds(control, [b"start"], [description, writer, output, *launch.descriptors])
-            if not (answer := control.recv(64)):
-                raise ConnectionResetError("the process that starts executors has ended")
-            return int(answer), reader
-        except BaseException:
-            os.close(reader)
-            self.close()  # its next answer could be the one to this request
-            raise
-        finally:
-            os.close(writer)
-            os.close(description)
+        async with self._lock:
+            control = self._connect()
+            reader, writer = os.pipe()
+            try:
+                try:
+                    _request(control, launch, cwd, [writer, output, *launch.descriptors])
+                finally:
+                    os.close(writer)
+                with anyio.fail_after(_TIMEOUT, shield=True):
+                    await anyio.wait_readable(control)
+                if not (answer := control.recv(64)):
+                    raise ConnectionResetError("the process that starts executors has ended")
+                return int(answer), reader
+            except BaseException:
+                os.close(reader)
+                self.close()  # its next answer could be the one to this request
+                raise
 
     def reap(self, pid: int) -> None:
         """Free the id of a process whose exit code was read."""
@@ -103,3 +103,17 @@ class ForkServer:
                 raise
         self._control = own
         return own
+
+
+def _request(control: socket.socket, launch: Launch, cwd: Path, descriptors: Sequence[int]) -> None:
+    start = {
+        "steps": launch.steps,
+        "command": launch.command,
+        "env": launch.env,
+        "cwd": str(cwd),
+        "numbers": list(launch.descriptors),
+    }
+    with open(os.memfd_create("hypha-start"), "wb") as file:
+        file.write(marshal.dumps(start))
+        file.flush()
+        socket.send_fds(control, [b"start"], [file.fileno(), *descriptors])

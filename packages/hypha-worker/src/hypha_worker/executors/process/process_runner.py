@@ -145,7 +145,7 @@ class ProcessRunner:
     async def _run_confined(
         self, confined: ConfinedRun, values: Mapping[str, str], on_start: Callable[[], None]
     ) -> None:
-        process = self._start(confined, values)
+        process = await self._start(confined, values)
         self._owns = partial(is_in_run, leader=process.pid, killer=confined)
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
@@ -200,13 +200,13 @@ class ProcessRunner:
             tasks.start_soon(measure)
         return scope
 
-    def _start(self, confined: ConfinedRun, values: Mapping[str, str]) -> SpawnedProcess:
+    async def _start(self, confined: ConfinedRun, values: Mapping[str, str]) -> SpawnedProcess:
         command = self._command(values)
         launch = Launch(command, self._environment(values))
         confined.apply(launch)
         self._oom_kills = count_oom_kills()
         try:
-            return spawn(launch, self._place.work_dir, self._host.fork_server)
+            return await spawn(launch, self._place.work_dir, self._host.fork_server)
         except OSError as error:
             kind = ExecutionError if error.errno == errno.E2BIG else ExecutorStartError  # the job may be too large
             raise kind(f"{self._place.what} {self._settings.cmd} cannot be started: {error.strerror}") from error

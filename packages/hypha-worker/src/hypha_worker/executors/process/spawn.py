@@ -143,7 +143,7 @@ class SpawnedProcess:
 _SIGNAL_BASE: Final = 128
 
 
-def spawn(launch: Launch, cwd: Path, server: ForkServer | None = None) -> SpawnedProcess:
+async def spawn(launch: Launch, cwd: Path, server: ForkServer | None = None) -> SpawnedProcess:
     """Start a process as `launch` says, with `launcher` in front.
 
     Args:
@@ -156,7 +156,7 @@ def spawn(launch: Launch, cwd: Path, server: ForkServer | None = None) -> Spawne
     """
     reader, writer = os.pipe()  # before the start: a process whose output cannot be read would run unwatched
     try:
-        child = _start(launch, cwd, writer, server)
+        child = await _start(launch, cwd, writer, server)
     except BaseException:
         os.close(reader)
         raise
@@ -165,12 +165,16 @@ def spawn(launch: Launch, cwd: Path, server: ForkServer | None = None) -> Spawne
     return SpawnedProcess(child, reader, signal_status if launch.reports_signals_as_status else int)
 
 
-def _start(launch: Launch, cwd: Path, output: int, server: ForkServer | None) -> _DirectChild | _ForkedChild:
+async def _start(launch: Launch, cwd: Path, output: int, server: ForkServer | None) -> _DirectChild | _ForkedChild:
     if server is not None and sys.platform == "linux":
         try:
-            return _ForkedChild(server, *server.start(launch, cwd, output))
+            return _ForkedChild(server, *(await server.start(launch, cwd, output)))
         except OSError as error:
             _log.warning("executors start more slowly: the process that starts them does not work: %s", error)
+    return _start_directly(launch, cwd, output)
+
+
+def _start_directly(launch: Launch, cwd: Path, output: int) -> _DirectChild:
     return _DirectChild(
         subprocess.Popen(
             [*launcher.launcher_command(launch.steps), *launch.command],
