@@ -48,7 +48,7 @@ def _row(stage: str, found: dict[str, list[dict[str, float]]]) -> Row:
 
 def _run(program: Path, folder: Path) -> str:
     """Run the demo; return the steps that it shows."""
-    command = [program, "demo", "--dir", folder, "--format", "json"]
+    command = [str(program), "demo", "--dir", str(folder), "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{program} ended with exit code {done.returncode}: {done.stderr[-1000:]}")

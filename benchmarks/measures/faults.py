@@ -230,7 +230,8 @@ class _Faults:
 
     def _peer(self, name: str) -> str:
         text = self._network.processes.child(name).log.read_text(errors="replace")
-        return re.findall(r" is (12D3\w+), at ", text)[-1]
+        found: list[str] = re.findall(r" is (12D3\w+), at ", text)
+        return found[-1]
 
 
 def _joiner_row(run: BenchmarkRun) -> Row:

@@ -24,7 +24,7 @@ from benchmarks.simulation.job import BID, ONE_CORE, Demand
 from benchmarks.simulation.network import FOUR_CORES, PlacementNetwork, open_placement_network, seeded_ids
 from benchmarks.tables import Row, quantile
 from hypha_net.testing import simulate
-from hypha_proto.offers import WORKER_REQUESTS_TOPIC
+from hypha_proto.protocols import WORKER_REQUESTS_TOPIC
 
 TIMEOUT = 10.0
 SETTINGS = ((10, 8, 4.0), (100, 8, 1.0), (100, 90, 0.4), (200, 8, 0.6), (200, 180, 0.4))

@@ -31,6 +31,7 @@ from hypha_data.sources.options import ReadOptions
 
 _WORDS: Final = ["good", "bad", "film", "seen", "it", "was", "the", "actor", "plot", "music", "boring", "great", "long"]
 _LIBRARY: Final = "datasets"
+_Case = tuple[str, str, ReadOptions, str, Callable[[Path], object]]
 _TABLE: Final = ReadOptions(text="text", label="mood", columns=("stars", "price"))
 
 
@@ -38,7 +39,7 @@ def measure(run: BenchmarkRun) -> list[Row]:
     """Measure each format in turns with its reference."""
     rows = _make_rows(min(run.size >> 10, 100_000))
     places = _write(run.folder, rows)
-    cases: list[tuple[str, str, ReadOptions, str, Callable[[Path], object]]] = [
+    cases: list[_Case] = [
         ("csv of text and numbers", "text.csv", _TABLE, "module csv and numpy", _read_csv),
         ("csv of numbers", "numbers.csv", ReadOptions(label="label"), "module csv and numpy", _read_numbers),
         ("csv of numbers", "numbers.csv", ReadOptions(label="label"), "pyarrow.csv", _read_numbers_by_arrow),
@@ -52,7 +53,10 @@ def measure(run: BenchmarkRun) -> list[Row]:
     if find_spec("datasets") is not None:
         cases += [(what, name, options, _LIBRARY, _read_by_datasets) for what, name, options, *_ in cases]
     try:
-        return [_compare(run, f"prepare, {what}", places / name, *reading) for what, name, *reading in cases]
+        return [
+            _compare(run, f"prepare, {what}", places / name, options, reference, read)
+            for what, name, options, reference, read in cases
+        ]
     finally:
         shutil.rmtree(places)
 

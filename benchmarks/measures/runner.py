@@ -226,12 +226,9 @@ class FakeWorker:
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         """Serve the scheduler and answer its requests until cancelled."""
-        for method, handler in (
-            (RENEW_LEASE, self._renew),
-            (RELEASE_LEASE, self._release),
-            (HEALTH_CHECK, self._health),
-        ):
-            rpc.serve(self.endpoint, method, handler)  # type: ignore[arg-type]
+        rpc.serve(self.endpoint, RENEW_LEASE, self._renew)
+        rpc.serve(self.endpoint, RELEASE_LEASE, self._release)
+        rpc.serve(self.endpoint, HEALTH_CHECK, self._health)
         async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as requests:
             task_status.started()
             async for scheduler, request in requests:

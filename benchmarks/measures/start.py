@@ -89,7 +89,7 @@ def _first_step(run: BenchmarkRun) -> Row:
     """Measure a process that trains, until its first step, and the plain script, in turns."""
     model = str(run.folder / "model")
     program = Path(sys.executable).parent / "hypha-accelerate-executor"
-    create = [program, "create-model", "--arch", "resnet-digits", "--out", model]
+    create = [str(program), "create-model", "--arch", "resnet-digits", "--out", model]
     subprocess.run(create, check=True, capture_output=True)
     pairs = [(_run(EXECUTOR, model), _run(PLAIN, model)) for _ in range(run.repeat)]
     ours, plain = (statistics.median(values) for values in zip(*pairs, strict=True))

@@ -258,8 +258,14 @@ class _Bench:
     def _start_plainly(self, task: DemoTask, slices: Sequence[Path]) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "benchmarks.programs.plain_training", str(_model(self.folder, task))]
         command += [str(task.batch_size), str(task.learning_rate), str(PLAIN_STEPS[task.name]), *map(str, slices)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen(command, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        return subprocess.Popen(
+            command,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def _rate(process: subprocess.Popen[str]) -> float:

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -67,7 +67,7 @@ class Connectors:
                 request = content_directory.content_request(place)
                 await transfer.pull(self._endpoint, PeerId.parse(peer), request, target, digest=f"sha256:{place}")
             else:
-                plain = {
+                plain: dict[str, Callable[[str, Path], object]] = {
                     "uri": self._by_httpx,
                     "s3": self._by_obstore,
                     "hub": self._by_hub,
@@ -141,7 +141,10 @@ async def main() -> None:
     os.environ["HF_ENDPOINT"] = web  # read when huggingface_hub is imported
     async with open_node(**given) as endpoint:
         connectors = Connectors(endpoint, folder, web, s3, root)
-        commands = {"fetch": connectors.fetch, "fetch_plainly": connectors.fetch_plainly}
+        commands: Mapping[str, Callable[..., Awaitable[Any]]] = {
+            "fetch": connectors.fetch,
+            "fetch_plainly": connectors.fetch_plainly,
+        }
         await serve_commands_async({"peer": str(endpoint.peer_id)}, commands)
 
 

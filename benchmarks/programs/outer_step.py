@@ -23,7 +23,7 @@ SAMPLE_SECONDS: Final = 0.002
 def main() -> None:
     given = options()
     folder, elements = Path(given["folder"]), int(given["size"]) // 4
-    model = {f"layer.{number}": (elements // TENSORS,) for number in range(TENSORS)}
+    model: dict[str, tuple[int, ...]] = {f"layer.{number}": (elements // TENSORS,) for number in range(TENSORS)}
     updates = [_write(folder / f"update-{number}", model, number) for number in range(len(WEIGHTS))]
 
     def step(threads: int) -> float:

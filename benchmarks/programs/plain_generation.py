@@ -25,7 +25,8 @@ PAGE = 256
 def main(model_dir: str, rows: str, new_tokens: str, *slices: str) -> None:
     """Generate a text for every row of the slices."""
     torch.set_num_threads(THREADS)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     texts = [json.loads(line)["text"] for path in slices for line in Path(path).read_bytes().splitlines()]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
@@ -40,7 +41,9 @@ def _generate(model: Any, prompts: Sequence[list[int]], rows: int, new_tokens: i
     longest = max(map(len, prompts))
     outputs = model.generate_batch(
         prompts,
-        generation_config=GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=0),
+        generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
+        ),
         continuous_batching_config=ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=rows * -(-(longest + new_tokens) // PAGE) + 1,

@@ -144,7 +144,7 @@ def _restart_seconds(random: Random) -> float:
     noticed = LEASE + random.uniform(0.0, 1.0)
     found = random.uniform(0.5, 1.5) * COSTS.auction
     started = max(_spread(random, COSTS.start) + _spread(random, COSTS.weights) for _ in range(LEARNERS))
-    return noticed + found + started
+    return float(noticed + found + started)
 
 
 def _spread(random: Random, seconds: float) -> float:

@@ -27,8 +27,9 @@ from hypha_proto.ids import PeerId
 from hypha_proto.offers import REQUEST_BATCH_WINDOW
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.leases import HeldLeases
-from hypha_worker.bidding.arbiter import Arbiter, OfferPolicy
+from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
+from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
