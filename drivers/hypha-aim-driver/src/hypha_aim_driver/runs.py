@@ -1,7 +1,7 @@
 """Runs: assigns metrics to runs, with one run per job, one context per worker, and the round as the step.
 
-Called by the thread of `retry_queue`; writes through `repository`. A job is identified by its ``job_id``. Some
-schedulers do not send it; then a run lasts until a worker reports an earlier round, which means that a new job began.
+Writes through `repository`. A job is identified by its ``job_id``. Some schedulers do not send it; then a run lasts
+until a worker reports an earlier round, which means that a new job began.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Announces the datasets of this node: one DHT record per dataset, under the dataset's name.
 
-Called by `service`; the scheduler finds the records and assigns slices from them. Calls `verification`, as a dataset is
-announced when one of its slices can be served.
+The scheduler finds the records and assigns slices from them. Calls `verification`, as a dataset is announced when one
+of its slices can be served.
 """
 
 from __future__ import annotations

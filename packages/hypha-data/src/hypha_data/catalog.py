@@ -1,7 +1,7 @@
 """Catalog of this node's datasets: folders of safetensors or JSONL slices, described by their manifests.
 
-Called by `service`; `verification` checks the slices against their manifest. A slice passes from `catalog` through
-`announcer` and the scheduler's slice ledger to `slice_resolver`, and from there to a worker's job bridge.
+`verification` checks the slices against their manifest. A slice passes from `catalog` through `announcer` and the
+scheduler's slice ledger to `slice_resolver`, and from there to a worker's job bridge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a data node's datasets and files, for ``run --check`` and ``probe``: no slice is read. Called by `cli`."""
+"""Checks of a data node's datasets and files, for ``run --check`` and ``probe``: no slice is read."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A digest holds as long as the file's size, inode, time of modification and time of status change stay the same. The last
 of these changes with every write and cannot be set by a program, so a rewrite that restores the time of modification is
-noticed. Called by `catalog` and `verification`.
+noticed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a folder of slices holds, and whether its files are those of the manifest. Called by the command ``inspect``."""
+"""What a folder of slices holds, and whether its files are those of the manifest."""
 
 from __future__ import annotations
 

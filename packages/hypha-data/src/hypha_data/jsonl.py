@@ -1,6 +1,6 @@
 """Reader of JSONL files (https://jsonlines.org): one JSON object a line, in UTF-8. The objects are the rows.
 
-Every row is checked here, so that no worker gets one that it cannot read. Called by `catalog` and `prepare`.
+Every row is checked here, so that no worker gets one that it cannot read.
 """
 
 from __future__ import annotations

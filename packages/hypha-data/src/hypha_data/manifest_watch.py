@@ -1,6 +1,6 @@
 """Notices that the manifest of a served dataset was replaced, and checks the new one before it is served.
 
-Called by `service`. A changed manifest is served once all its slices match it; until then the earlier one stays.
+A changed manifest is served once all its slices match it; until then the earlier one stays.
 """
 
 from __future__ import annotations

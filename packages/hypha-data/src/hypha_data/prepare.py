@@ -2,7 +2,7 @@
 
 Rows are shuffled first because label-skewed slices slow down DiLoCo: every worker would train on its own labels.
 Sources other than safetensors files are converted to tensors on disk first (`staging`). Memory holds a block of
-samples, whatever the size; what is larger is memory-mapped. Called by the command ``prepare``.
+samples, whatever the size; what is larger is memory-mapped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Single files that this node provides by their SHA-256: reads, announces and serves them.
 
-Called by `service`; workers find the records (`hypha_net.content_directory`) and pull the files.
+Workers find the records (`hypha_net.content_directory`) and pull the files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data node service: opens datasets and files, serves them and keeps them announced. Called by `cli`."""
+"""Data node service: opens datasets and files, serves them and keeps them announced."""
 
 from __future__ import annotations
 

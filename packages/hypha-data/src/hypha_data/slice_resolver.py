@@ -1,6 +1,6 @@
 """Resolver of pull requests: finds the slice or manifest that a peer asks for.
 
-Called by `hypha_net.transfer`, which sends the file; the peer is a worker to which a scheduler assigned the slice.
+The peer is a worker to which a scheduler assigned the slice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samples of a source as tensors in files, in the source's order; from there `prepare` shuffles them into slices.
 
 One file a tensor, to which blocks are appended; `rows.json` tells how many rows are on disk, from which an interrupted
-conversion continues. Called by `prepare`.
+conversion continues.
 """
 
 from __future__ import annotations

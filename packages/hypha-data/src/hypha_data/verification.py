@@ -1,7 +1,7 @@
 """Verification of slices: a slice is served only while its file has the digest that the manifest gives.
 
 A file is read again when it has changed since it was last read (`digest_cache`): in the background after the start, and
-before it is served. Called by `service`, `announcer`, `manifest_watch` and `slice_resolver`.
+before it is served.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Folder in which ``prepare`` works, so that an interrupted one continues: ``.prepare`` in the folder of the dataset.
 
 It holds the plan (what is prepared and how), which another plan replaces, and a journal of the slices that are
-finished. Called by `prepare`.
+finished.
 """
 
 from __future__ import annotations

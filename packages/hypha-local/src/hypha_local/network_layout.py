@@ -1,6 +1,6 @@
 """Layout of a local network: its nodes and their addresses, the run directory, and the configuration files.
 
-First step of a run; starts no process. Called by `demo`, and by tests that start networks of their own.
+First step of a run; starts no process.
 """
 
 from __future__ import annotations

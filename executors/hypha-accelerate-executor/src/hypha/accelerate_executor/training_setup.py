@@ -1,7 +1,4 @@
-"""Builds what one process trains with from the model's files; the same in the leader and its followers.
-
-Called by `diloco.loop` with the files that `training` has fetched.
-"""
+"""Builds what one process trains with from the model's files; the same in the leader and its followers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of a table as Arrow arrays: kinds and tensors of a whole column at once. Called by `table`.
+"""Columns of a table as Arrow arrays: kinds and tensors of a whole column at once.
 
 What holds for a column is returned only if it is certain; otherwise, as with every fault, `table` goes through the
 values one by one, and both find the same.

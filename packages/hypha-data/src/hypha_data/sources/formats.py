@@ -1,4 +1,4 @@
-"""Formats of a source: which one it has, and its reader. Called by `hypha_data.prepare`."""
+"""Formats of a source: which one it has, and its reader."""
 
 from __future__ import annotations
 

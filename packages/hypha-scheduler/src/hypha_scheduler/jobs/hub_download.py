@@ -2,7 +2,7 @@
 
 `huggingface_hub` resumes what breaks off; its `snapshot_download` compares the size only when a transfer has ended, and
 one without a stated size may never end, so each file is written through `_BoundedFile`. With ``HF_HUB_OFFLINE`` the
-files are copied from the hub's cache on this machine. Called by `artifacts`, in a thread.
+files are copied from the hub's cache on this machine.
 """
 
 from __future__ import annotations

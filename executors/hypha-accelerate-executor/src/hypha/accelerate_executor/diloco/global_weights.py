@@ -1,8 +1,7 @@
 """Keeps an executor's global weights equal to those that the scheduler has committed.
 
 After each outer update the digest of the weights is compared with the scheduler's, where the worker knows it. If they
-differ, or if the executor begins with a round from other weights than its own, they are fetched. Called by
-`diloco.loop`.
+differ, or if the executor begins with a round from other weights than its own, they are fetched.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 When a round that is to be evaluated has been merged, its weights are copied and the copy is evaluated by a thread while
 the next round trains; see docs/executor.md for why. The metrics are reported when they are known. Where a copy is not
 possible, or evaluation draws random numbers, the model itself is evaluated before its merge is reported. After the last
-round the executor exits when the evaluation has been reported. Used by `diloco.loop`.
+round the executor exits when the evaluation has been reported.
 """
 
 from __future__ import annotations

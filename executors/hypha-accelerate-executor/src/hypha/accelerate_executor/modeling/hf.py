@@ -1,7 +1,6 @@
 """Loads a Hugging Face model for a job's task from a directory of files.
 
-Called by `training_setup` and `modeling.evaluation`. Only the class named by the model's config is imported, and no
-code from the model's files.
+Only the class named by the model's config is imported, and no code from the model's files.
 """
 
 from __future__ import annotations

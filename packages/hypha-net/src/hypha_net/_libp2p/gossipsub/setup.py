@@ -3,7 +3,7 @@
 With py-libp2p's defaults a hub's mesh is pruned to a dozen peers, and messages of a pruned leaf are lost; here every
 peer of a topic is in the mesh, and the seen cache ends loops. Sequence numbers start at the time of the start, so that
 the messages of a restarted node are not taken for old ones. Also keeps peers registered where py-libp2p gives up.
-Called by `endpoint`; installs `validation` and `flood_publish`.
+Installs `validation` and `flood_publish`.
 """
 
 from __future__ import annotations

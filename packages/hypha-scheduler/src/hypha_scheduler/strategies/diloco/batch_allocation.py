@@ -1,7 +1,7 @@
 """Batch allocation: how many batches each worker processes in a round, from measured throughput. Pure.
 
 A round ends when all workers together have processed a target number of samples. The batches are allocated so that the
-updates of all workers arrive at about the same time. Called by `rounds` and `round_allocation`.
+updates of all workers arrive at about the same time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory as of the result, and another job may start from it. ``index.json`` beside them names the
 last and the best. As long as none is evaluated, a job that runs also keeps the last one that training has shown to be
-good. Called by `result_model`, in a thread; only `evaluated` is called outside it.
+good. All of it runs in a thread, but for `evaluated`.
 """
 
 from __future__ import annotations

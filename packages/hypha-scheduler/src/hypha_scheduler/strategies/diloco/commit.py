@@ -1,8 +1,7 @@
 """Commits of rounds: outer updates become global weights, and workers hear which of them count.
 
 An outer update counts once the round record that names its digest is on disk. Until then no worker merges it, so that
-after a crash of this scheduler nobody has weights that the record does not have. Called by `operator`; calls
-`result_model`.
+after a crash of this scheduler nobody has weights that the record does not have.
 """
 
 from __future__ import annotations

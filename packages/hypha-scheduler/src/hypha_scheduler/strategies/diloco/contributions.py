@@ -1,8 +1,7 @@
 """Updates of the rounds that are not committed: what each was computed from, and why some do not count. Pure.
 
 The worker of an executor states its update to the scheduler before it is sent to the parameter server
-(`hypha_proto.contributions`); the update of a worker that states nothing is known by its batches only. Called by
-`training_state`.
+(`hypha_proto.contributions`); the update of a worker that states nothing is known by its batches only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The training workers of a running job: they are added, start again, leave, and are replaced. Pure.
-
-Called by `operator`.
-"""
+"""The training workers of a running job: they are added, start again, leave, and are replaced. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The files that a job's peers push to the scheduler and pull from it: outer updates, weights and momentum. Pure.
 
-Called by `operator`; a pushed outer update becomes a record by `commit`.
+A pushed outer update becomes a record by `commit`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plan of a replay from the journal of a DiLoCo job; checks that the files are those that the journal names.
 
-Called by `strategy` for the command ``replay``. Reads files and writes none.
+Reads files and writes none.
 """
 
 from __future__ import annotations

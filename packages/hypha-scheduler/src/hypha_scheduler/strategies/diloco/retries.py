@@ -1,8 +1,8 @@
 """Retries of training executors: what follows the unexpected end of one. Pure.
 
-An executor is started again on its lease as often as `RESTART` says, with a smaller micro-batch if memory ended
-it. Then its worker is replaced. A fault that is the job's own, because the executor says so or because two workers have
-it, ends the job. Called by `membership`.
+An executor is started again on its lease as often as `RESTART` says, with a smaller micro-batch if memory ended it.
+Then its worker is replaced. A fault that is the job's own, because the executor says so or because two workers have it,
+ends the job.
 
 A worker reports the exit code and the last lines of the command that it has started. `accelerate launch` exits with 1
 whatever its processes exit with, and prints a traceback of its own after their last lines.

@@ -1,7 +1,4 @@
-"""Round announcements: tells the parameter server the members of each round, again whenever a member is lost. Pure.
-
-Called by `operator` for the effect `AnnounceRound` of `rounds`.
-"""
+"""Round announcements: tells the parameter server the members of each round, again whenever a member is lost. Pure."""
 
 from __future__ import annotations
 

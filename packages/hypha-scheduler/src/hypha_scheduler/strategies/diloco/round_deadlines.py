@@ -1,7 +1,4 @@
-"""Deadlines of the open round: when a worker is suspected, when a round goes on without it, when it is replaced. Pure.
-
-Called by `rounds`.
-"""
+"""Deadlines of the open round: when a worker is suspected, gone on without, or replaced. Pure."""
 
 from __future__ import annotations
 

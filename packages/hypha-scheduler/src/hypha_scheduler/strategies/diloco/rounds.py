@@ -1,10 +1,9 @@
 """Rounds of a DiLoCo job (arXiv:2311.08105): decides when workers synchronize, from reports of executors. Pure.
 
 Training workers report batches; the response says how many more to process before sending the update. When all updates
-are under way, the members and their weights are announced to the parameter server, whose outer step closes the
-round. Workers join, go and come back between rounds (`members`); with too few of them, or without a parameter server,
-the open round waits. The clock is passed in, and actions are returned as effects, which `operator` translates.
-Called by `training_state`; calls `members`, `round_allocation` and `round_deadlines`.
+are under way, the members and their weights are announced to the parameter server, whose outer step closes the round.
+Workers join, go and come back between rounds (`members`); with too few of them, or without a parameter server, the open
+round waits. The clock is passed in, and actions are returned as effects, which `operator` translates.
 """
 
 from __future__ import annotations

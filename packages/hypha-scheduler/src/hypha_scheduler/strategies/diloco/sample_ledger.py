@@ -6,7 +6,7 @@ node and uses the span's positions in their order. With its update of a round it
     AVAILABLE → ASSIGNED (to a worker) → CONTRIBUTED (by a worker, to a round) → USED (the round was committed)
 
 What a lost, late or refused update holds becomes AVAILABLE again. A slice that no provider has as the manifest
-describes it is SET_ASIDE for the rest of the job. Called by `training_state`.
+describes it is SET_ASIDE for the rest of the job.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     lost, failed or draining → another lease → task under the next term → workers are told → announced again
 
 The new parameter server begins with the outer momentum that the scheduler has. The workers have kept their updates of
-the open round, and send them to it. Called by `operator`.
+the open round, and send them to it.
 """
 
 from __future__ import annotations

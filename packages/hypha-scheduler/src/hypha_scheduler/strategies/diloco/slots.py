@@ -1,7 +1,4 @@
-"""Slots of training workers: member numbers and shares of the evaluation data, as workers come and go. Pure.
-
-Called by `operator`.
-"""
+"""Slots of training workers: member numbers and shares of the evaluation data, as workers come and go. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Translation of a job's configuration into role requests for the auction and tasks for executors. Pure.
-
-Called by `operator`.
-"""
+"""Translation of a job's configuration into role requests for the auction and tasks for executors. Pure."""
 
 from __future__ import annotations
 

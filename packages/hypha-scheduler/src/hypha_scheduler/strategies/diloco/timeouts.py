@@ -3,7 +3,7 @@
 Before anything was measured, a step may take a fixed time and the time of its transfers at `SLOW_RATE`. Later it may
 take `FACTOR` times the longest of its last durations, which has the rates of the links in it, and always the time of
 its transfers: a worker that joins later may have a slower link than those before. The job's configuration may override
-each. Called by `rounds`.
+each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tells the parameter server which workers send it updates and get outer updates, whenever they change. Pure.
 
-Called by `membership`. A worker begins with a round only once the parameter server knows it.
+A worker begins with a round only once the parameter server knows it.
 """
 
 from __future__ import annotations

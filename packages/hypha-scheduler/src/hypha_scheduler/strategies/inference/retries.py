@@ -1,7 +1,7 @@
 """Retries of slices: whether one that was not computed is assigned again, and to whom, or the job fails. Pure.
 
 A slice is assigned again after each attempt that failed at it, and after each loss of its worker, as often as the
-limits here say. Others that did not fail at it come first. Called by `operator`.
+limits here say. Others that did not fail at it come first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Retries of tasks: whether another attempt follows one that has failed or was lost, or the job fails. Pure.
 
 An attempt that fails counts against the `retries` of its task. One that ends with its lease, or that its worker gives
-back, does not, and one that lacks a result does not either; `LOST_TASK` bounds these. Called by `operator`.
+back, does not, and one that lacks a result does not either; `LOST_TASK` bounds these.
 """
 
 from __future__ import annotations
