@@ -155,7 +155,6 @@ class ParameterServer(Execution):
 
     def _accept_update(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
         try:
-            self._check_statement(header)
             if self._collector.is_late(peer, header.round):
                 return self._accept_late_update(peer, header)
             self._admit(peer, header)
@@ -204,19 +203,6 @@ class ParameterServer(Execution):
         if header.codec not in _CODECS:
             raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not supported here, only {', '.join(_CODECS)}")
         self._collector.admit(peer, header.round, header.digest)
-
-    def _check_statement(self, header: PushHeader) -> None:
-        """Check what the header of an update states besides its round; it may state nothing.
-
-        Raises:
-            UpdateRefusedError: its statement is meant for another file.
-        """
-        stated = header.contribution
-        if stated is not None and (stated.round, stated.update) != (header.round, header.digest):
-            raise UpdateRefusedError(
-                f"contribution: it is of round {stated.round} with update {stated.update}, and the file is of round "
-                f"{header.round} with {header.digest}"
-            )
 
     async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int, digest: str) -> None:
         try:
