@@ -260,8 +260,9 @@ async def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(wi
             assert file["checksum"].startswith("blake3:")
             assert file["metadata"]["source"] == f"peer:{bridge.data.peer_id}"
         for names in (["../x"], ["/x"]):
-            body = {"resource": {**model, "filenames": names}, "path": "model"}
-            assert await bridge.kind("/resources/fetch", body) == (400, "bad-request")
+            for reference in (model, {"type": "huggingface", "repository": "org/model"}):
+                body = {"resource": {**reference, "filenames": names}, "path": "model"}
+                assert await bridge.kind("/resources/fetch", body) == (400, "bad-request")
         missing = {**model, "resource": {"dataset": "nothing", "index": 0}}
         assert await bridge.kind("/resources/fetch", missing) == (502, "peer-failed")
 

@@ -67,7 +67,7 @@ def test_files_are_opened_beneath_the_folder_only(files: TaskFiles, tmp_path: Pa
     for path in ("inner/b/c", "a/../inner/b/c", "outer/secret", "outer", "proc/etc/passwd"):
         status, detail = told(lambda path=path: files.open_file(path))  # type: ignore[misc]
         assert status == 400, path
-        assert "a symbolic link" in detail or "'..'" in detail
+        assert "a symbolic link" in detail or "cross-device" in detail
     for path, reason in (("a/none", "write the file first"), ("none/x", "write the file first"), ("a", "is a folder")):
         status, detail = told(lambda path=path: files.open_file(path))  # type: ignore[misc]
         assert (status, reason in detail) == (404, True), detail

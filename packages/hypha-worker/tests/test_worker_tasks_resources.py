@@ -237,7 +237,7 @@ async def test_a_scheduler_cannot_place_files_outside_a_resource(in_task_lab: In
         bad = LocatedFile(path=path, dataset="d", index=1, peers=(lab.peer,))
         tasks.locate = answering(ResourceLocation(pull=PullFiles((other, bad))))
         tasks.start(lease, "t", resources=(result(),))
-        assert "does not stay inside" in (await tasks.failure("t")).reason
+        assert "which is not inside" in (await tasks.failure("t")).reason
 
 
 async def test_a_resource_over_the_storage_fails_the_attempt(in_task_lab: InTaskLab) -> None:
@@ -314,9 +314,13 @@ async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTask
         tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=resources)
         report = await tasks.end("t")
         assert await found_by(lab, report) == {"one": "slice 4", "more": {"a": "slice 1", "b": {"c": "slice 2"}}}
-        bad = TaskResource(name="bad", peers=PeersSource(peers, "numbers", 1, ("../a",)))
-        tasks.start(lease, "u", resources=(bad,))
-        assert "filenames" in (await tasks.failure("u")).reason
+        hub = HuggingFaceReference(repository="org/model", filenames=("/a",))
+        for task, bad in (
+            ("u", TaskResource(name="bad", peers=PeersSource(peers, "numbers", 1, ("../a",)))),
+            ("v", TaskResource(name="bad", huggingface=hub)),
+        ):
+            tasks.start(lease, task, resources=(bad,))
+            assert "which is not inside the resource" in (await tasks.failure(task)).reason
 
 
 async def test_a_token_reaches_neither_process_nor_reports(

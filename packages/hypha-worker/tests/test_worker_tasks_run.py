@@ -292,11 +292,11 @@ async def test_a_second_task_at_the_same_time_is_given_back(in_task_lab: InTaskL
 BAD_SPECS = {
     "executor": ({"executor": "shell/other"}, "executor 'shell/other'"),
     "timeout": ({"timeout_ms": 0}, "timeout_ms is 0"),
-    "absolute": ({"outputs": {"o": "/etc/passwd"}}, "path '/etc/passwd'"),
+    "absolute": ({"outputs": {"o": "/etc/passwd"}}, "'/etc/passwd', which is not inside"),
     "outside": ({"outputs": {"o": "a/../../x"}}, "not inside"),
     "whole": ({"outputs": {"o": "."}}, "not inside"),
-    "resources": ({"outputs": {"o": "resources/x"}}, "overlaps with the resources"),
-    "overlap": ({"outputs": {"o": "a", "p": "a/b"}}, "overlaps with output o"),
+    "resources": ({"outputs": {"o": "resources/x"}}, "'resources' and 'resources/x', which overlap"),
+    "overlap": ({"outputs": {"o": "a", "p": "a/b"}}, "'a' and 'a/b', which overlap"),
     "name": ({"outputs": {"a/b": "x"}}, "output 'a/b' is no name"),
     "many": ({"outputs": {f"o{n}": f"p{n}" for n in range(101)}}, "limit of 100"),
 }

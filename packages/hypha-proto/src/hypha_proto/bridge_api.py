@@ -16,7 +16,7 @@ from hypha_proto.codec import from_plain
 from hypha_proto.contributions import Contribution
 from hypha_proto.datasets import SliceCount
 from hypha_proto.errors import DecodeError
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, is_inside
 from hypha_proto.job_spec import Reference
 from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
 
@@ -51,6 +51,9 @@ MAX_SPANS: Final = 256
 """Maximum number of spans in one report, nested spans included."""
 MAX_SPAN_DEPTH: Final = 4
 """Maximum nesting depth of spans in one report."""
+
+MAX_PATH: Final = 1024
+"""Maximum number of characters in a path of a request."""
 
 _TYPES: Final = {
     "HuggingFace": "huggingface",
@@ -249,7 +252,19 @@ def read_transfer(action: str, body: Any) -> Transfer:
         field, _, rest = error.path.partition(".")
         place = ".".join(filter(None, (names.get(field, field), rest)))
         raise DecodeError(error.reason, place) from None
+    _check_path(transfer.path, names["path"])
+    for name in getattr(transfer.reference, "filenames", None) or ():
+        _check_path(name, "filenames")
     return transfer
+
+
+def _check_path(path: str, place: str) -> None:
+    if len(path) > MAX_PATH or not (is_inside(path) or path in ("", ".")):
+        raise DecodeError(
+            f"{path[:80]!r} is not a relative path within the work directory: name one of at most {MAX_PATH} "
+            "characters without a leading slash, '..' or null bytes",
+            place,
+        )
 
 
 def _wire_form(reference: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Final, cast
 
 from hypha_proto.errors import ProtoError
+from hypha_proto.ids import is_inside
 
 MAX_ARCHIVE_FILES: Final = 1000
 _BLOCK: Final = 1 << 20
@@ -102,7 +103,7 @@ def _files(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
         if not member.isfile() or member.issparse():
             raise ArchiveError(f"{shown} is no plain file: pack files, without links and sparse files")
         path = PurePosixPath(member.name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or not member.name.isprintable():
+        if not is_inside(member.name) or not member.name.isprintable():
             raise ArchiveError(f"{shown} is no relative path inside the archive")
         if path in found:
             raise ArchiveError(f"it holds {shown} twice")

@@ -1,4 +1,4 @@
-"""Validated identifiers: peer ids and content digests.
+"""Validated identifiers: peer ids, content digests, and paths inside a folder.
 
 A `PeerId` is the libp2p peer id of an Ed25519 key: the identity multihash of the key's protobuf encoding
 (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md). Hypha networks use no other kind of peer id, so
@@ -8,7 +8,10 @@ every other kind is rejected when it is parsed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import Final
 
 from hypha_proto.errors import InvalidIdError
@@ -133,7 +136,8 @@ def printable_name(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name[:_MAX_NAME])
 
 
-_DIGEST: Final = re.compile(r"(blake3|sha256):[0-9a-f]{64}")
+DIGEST: Final = r"(blake3|sha256):[0-9a-f]{64}"
+"""Content digests."""
 
 
 def check_digest(text: str) -> str:
@@ -142,6 +146,24 @@ def check_digest(text: str) -> str:
     Raises:
         InvalidIdError: `text` is not a digest.
     """
-    if not _DIGEST.fullmatch(text):
+    if not re.fullmatch(DIGEST, text):
         raise InvalidIdError(f"{text[:80]!r} is not a digest such as blake3:<64 hex digits>")
     return text
+
+
+def is_inside(path: str) -> bool:
+    """Return whether a path names something inside its folder: relative, with no way up and no null byte."""
+    parsed = PurePosixPath(path)
+    return bool(parsed.parts) and not parsed.is_absolute() and ".." not in parsed.parts and "\0" not in path
+
+
+def find_path_fault(paths: Iterable[str]) -> str | None:
+    """Return why paths are not those of separate files inside one folder; None if they are."""
+    ordered = sorted(paths, key=lambda path: PurePosixPath(path).parts)
+    for path in ordered:
+        if not is_inside(path):
+            return f"{path[:80]!r}, which is not inside its folder"
+    for outer, inner in pairwise(ordered):
+        if PurePosixPath(inner).is_relative_to(outer):
+            return f"{outer[:80]!r} and {inner[:80]!r}, which overlap"
+    return None

@@ -37,13 +37,6 @@ RESOURCES: Final = "resources"
 """Folder of the work directory that holds the resources."""
 
 
-def is_inside(path: str) -> bool:
-    """Return whether a path is relative, normalized, without a way up, and of at most `MAX_PATH` bytes."""
-    if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH:
-        return False
-    return all(part not in ("", ".", "..") for part in path.split("/"))
-
-
 # ------------------------------------------------------------------------------------------------- what tasks work with
 
 

@@ -32,24 +32,7 @@ from hypha_worker.openat import (
     walk,
 )
 
-PATH_LIMIT: Final = 1024
-"""Largest number of characters in a path."""
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-def check_relative(text: str) -> PurePosixPath:
-    """Parse a relative path that does not leave its folder.
-
-    Raises:
-        BridgeError: it is absolute, contains ``..`` or a null byte, or is longer than `PATH_LIMIT`.
-    """
-    path = PurePosixPath(text)
-    if path.is_absolute() or ".." in path.parts or "\0" in text or len(text) > PATH_LIMIT:
-        raise bad_request(
-            f"path: {text[:80]!r} is not a relative path within the work directory: name one of at most {PATH_LIMIT} "
-            "characters without a leading slash, '..' or null bytes"
-        )
-    return path
 
 
 def safe_name(text: str) -> str:
@@ -144,7 +127,7 @@ class TaskFiles:
         Raises:
             BridgeError: the path cannot be used.
         """
-        path = check_relative(text)
+        path = PurePosixPath(text)
         with _folder_errors(text), self._opened() as root, make_folder(root, path):
             return path
 
@@ -215,7 +198,7 @@ class TaskFiles:
         Raises:
             BridgeError: there is none, or it is something else.
         """
-        path = check_relative(text)
+        path = PurePosixPath(text)
         with _file_errors(text):
             return self.open_regular(path)
 

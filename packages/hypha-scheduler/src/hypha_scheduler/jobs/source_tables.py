@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 
 from hypha_net.node.config.models import Section, is_web_url
+from hypha_proto.ids import is_inside
 
 Content = Literal["model", "preprocessor", "dataset", "files"]
 """What the files of a table are."""
@@ -47,7 +48,7 @@ def check_file_name(name: str) -> str:
     Raises:
         ValueError: it is none.
     """
-    if not name or name.startswith("/") or ".." in name.split("/"):
+    if not is_inside(name):
         raise ValueError(f"{name!r} is not a relative path inside the repository or directory")
     return name
 

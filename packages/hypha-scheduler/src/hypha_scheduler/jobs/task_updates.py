@@ -6,20 +6,18 @@ A worker may send anything that decodes. What contradicts the task's specificati
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from pathlib import PurePosixPath
 from typing import Final
 
+from hypha_proto.ids import find_path_fault
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
+    MAX_PATH,
     StatusUpdate,
-    StoredFile,
     StoredOutput,
     TaskFailed,
     TaskFinished,
     TaskProgress,
     TaskSpec,
-    is_inside,
 )
 from hypha_scheduler.strategies.base import (
     TaskDraining,
@@ -41,7 +39,6 @@ _MAX_MESSAGE: Final = 400
 _MAX_DATASET: Final = 200
 _MAX_METRICS: Final = 100
 _MAX_DRAIN_MS: Final = 24 * 3600 * 1000
-_BLAKE3: Final = "blake3:"
 
 
 class InvalidUpdateError(Exception):
@@ -136,32 +133,8 @@ def _check_output(output: StoredOutput) -> None:
     what = f"the output {output.name[:80]!r}"
     if not 0 < len(output.dataset) <= _MAX_DATASET:
         raise InvalidUpdateError(f"{what} under a dataset's name of {len(output.dataset)} characters")
-    if [file.path for file in output.files] != [""]:
-        _check_paths(what, [file.path for file in output.files])
-    for file in output.files:
-        _check_file(what, file)
-
-
-def _check_file(what: str, file: StoredFile) -> None:
-    if file.size > MAX_OUTPUT_BYTES:
-        raise InvalidUpdateError(f"{what} with a file of {file.size} bytes")
-    if not file.digest.startswith(_BLAKE3):
-        raise InvalidUpdateError(f"{what} with the digest {file.digest[:20]!r}, which is not of blake3")
-
-
-def _check_paths(what: str, paths: Iterable[str]) -> None:
-    files: set[str] = set()
-    folders: set[str] = set()
-    for path in paths:
-        if not is_inside(path):
-            raise InvalidUpdateError(f"{what} with a file at {path[:80]!r}, which is no path inside it")
-        if path in files:
-            raise InvalidUpdateError(f"{what} with two files at {path[:80]!r}")
-        files.add(path)
-        folders.update(_parents(path))
-    if both := files & folders:
-        raise InvalidUpdateError(f"{what} with a file and a folder at {min(both)[:80]!r}")
-
-
-def _parents(path: str) -> Iterator[str]:
-    return (str(parent) for parent in PurePosixPath(path).parents if parent.name)
+    paths = [file.path for file in output.files]
+    if any(len(path.encode()) > MAX_PATH for path in paths):
+        raise InvalidUpdateError(f"{what} with a file at a path of more than {MAX_PATH} bytes")
+    if paths != [""] and (fault := find_path_fault(paths)) is not None:
+        raise InvalidUpdateError(f"{what} with {fault}")

@@ -46,7 +46,7 @@ from hypha_worker.errors import (
     not_found,
     storage_exceeded,
 )
-from hypha_worker.task_files import TaskFiles, check_relative
+from hypha_worker.task_files import TaskFiles
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.output_files import copy_file, describe_file, describe_files, list_files
 from hypha_worker.tasks.spec_references import check_peers, named_peers, with_secrets
@@ -274,11 +274,10 @@ class BridgeBackend:
 
     async def _store_output(self, name: str, text: str) -> SentOutput:
         """Store a file or folder as an output of the task."""
-        path = check_relative(text).as_posix()
-        if path == ".":
+        if not PurePosixPath(text).parts:
             raise bad_request("path is empty: name the file or folder that is the output")
         with self._translating_errors():
-            stored = await self.context.control.store_output(name, path)
+            stored = await self.context.control.store_output(name, text)
         files = [OutputFile(path=file.path, size=file.size, checksum=file.digest) for file in stored.files]
         return SentOutput(output=name, size=sum(file.size for file in stored.files), files=files)
 

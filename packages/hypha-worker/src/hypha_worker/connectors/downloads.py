@@ -25,7 +25,7 @@ from hypha_worker.connectors.hub_source import HubSource, check_reference
 from hypha_worker.connectors.local_files import copy_local_file, copy_local_tree
 from hypha_worker.connectors.peer_files import PeerFiles, fetched_file
 from hypha_worker.errors import StorageExceededError, bad_request, from_fetch_error, timed_out, to_bridge_error
-from hypha_worker.task_files import check_relative, safe_name
+from hypha_worker.task_files import safe_name
 from hypha_worker.task_storage import TaskStorage
 
 
@@ -54,11 +54,12 @@ async def download_from_hub(
     Raises:
         BridgeError: not allowed, not found, too large, too slow, or the Hub is unreachable.
     """
-    names = [check_relative(name).as_posix() for name in reference.filenames]
     check_reference(reference, access)
     try:
         with anyio.fail_after(timeout):
-            return [await _download_from_hub(HubSource(reference, name), folder, storage) for name in names]
+            return [
+                await _download_from_hub(HubSource(reference, name), folder, storage) for name in reference.filenames
+            ]
     except TimeoutError:
         raise timed_out(f"repository {reference.repository[:120]!r} was not downloaded within {timeout:g} s") from None
 

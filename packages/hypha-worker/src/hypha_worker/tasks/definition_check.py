@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
-from hypha_proto.ids import NAME
+from hypha_proto.ids import NAME, find_path_fault, is_inside
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.tasks import (
     MAX_ENTRIES,
@@ -21,10 +20,8 @@ from hypha_proto.tasks import (
     MAX_SETTINGS,
     RESOURCES,
     OutputPath,
-    PeersSource,
     TaskResource,
     TaskSpec,
-    is_inside,
 )
 from hypha_worker.errors import ExecutionError
 
@@ -85,31 +82,24 @@ def _check_resources(resources: tuple[TaskResource, ...]) -> None:
             raise DefinitionError(
                 f"resource {resource.name} needs exactly one source of {', '.join(_SOURCES)}; it has {found}"
             )
-        if resource.peers is not None:
-            _check_peers(resource.name, resource.peers)
+        if resource.peers is not None and not resource.peers.peers:
+            raise DefinitionError(f"resource {resource.name}: peers is empty")
+        if (source := resource.peers or resource.huggingface) is not None:
+            _check_filenames(resource.name, source.filenames or ())
 
 
-def _check_peers(name: str, source: PeersSource) -> None:
-    if not source.peers:
-        raise DefinitionError(f"resource {name}: peers is empty")
-    names = source.filenames or ()
-    if len(names) > MAX_FILENAMES or len(set(names)) < len(names) or not all(map(is_inside, names)):
-        raise DefinitionError(
-            f"resource {name}: filenames are up to {MAX_FILENAMES} distinct paths inside the resource"
-        )
+def _check_filenames(name: str, filenames: tuple[str, ...]) -> None:
+    if len(filenames) > MAX_FILENAMES:
+        raise DefinitionError(f"resource {name}: {len(filenames)} filenames are over the limit of {MAX_FILENAMES}")
+    for filename in filenames:
+        if not is_inside(filename):
+            raise DefinitionError(f"resource {name}: filenames has {filename[:80]!r}, which is not inside the resource")
 
 
 def _check_outputs(outputs: tuple[OutputPath, ...]) -> None:
     _check_names("output", [output.name for output in outputs])
-    paths: dict[PurePosixPath, str] = {PurePosixPath(RESOURCES): "the resources"}
-    for output in outputs:
-        if not is_inside(output.path.rstrip("/")):
-            raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} is not inside the work directory")
-        path = PurePosixPath(output.path)
-        for other, owner in paths.items():
-            if path == other or path in other.parents or other in path.parents:
-                raise DefinitionError(f"output {output.name}: path {output.path[:80]!r} overlaps with {owner}")
-        paths[path] = f"output {output.name}"
+    if (fault := find_path_fault([RESOURCES, *(output.path for output in outputs)])) is not None:
+        raise DefinitionError(f"outputs have {fault}: give each a file or folder of its own")
 
 
 def with_paths(settings: Any, paths: Mapping[str, str]) -> Any:

@@ -29,7 +29,7 @@ from hypha_net.errors import (
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.datasets import AssignedSlice
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, find_path_fault
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.task_resources import (
     LOCATE_RESOURCE,
@@ -39,7 +39,7 @@ from hypha_proto.task_resources import (
     LocateResource,
     ResourceLocation,
 )
-from hypha_proto.tasks import RESOURCES, PeersSource, TaskResource, is_inside
+from hypha_proto.tasks import RESOURCES, PeersSource, TaskResource
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
@@ -54,7 +54,7 @@ from hypha_worker.errors import (
     bad_request,
     disk_fault_of,
 )
-from hypha_worker.task_files import TaskFiles, check_relative, safe_name
+from hypha_worker.task_files import TaskFiles, safe_name
 from hypha_worker.task_storage import TaskStorage
 from hypha_worker.tasks.output_files import copy_file
 from hypha_worker.tasks.output_store import OutputStore
@@ -157,7 +157,7 @@ class ResourceFetcher:
         if address is None:
             raise bad_request('resource: none is given: add {"dataset": …, "index": …}, which the peers serve')
         default = slice_name or f"{safe_name(address.dataset)}-{address.index}.safetensors"
-        targets = [folder / check_relative(name) for name in reference.filenames or (default,)]
+        targets = [folder / name for name in reference.filenames or (default,)]
         return [
             await self._pull(reference.peers, SliceAddress(dataset=address.dataset, index=index), target)
             for index, target in enumerate(targets, address.index)
@@ -406,16 +406,13 @@ def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
     """Check where a scheduler wants files to be.
 
     Raises:
-        ResourceError: a path leads out of the resource, or two files have the same.
+        ResourceError: a path leads out of the resource, or two files overlap.
     """
     paths = [file.path for file in files]
     if len(paths) > MAX_FILES:
         raise ResourceError(name, f"{len(paths)} files are over the limit of {MAX_FILES}")
-    if len(set(paths)) < len(paths):
-        raise ResourceError(name, "two of its files have the same path")
-    for path in paths:
-        if not is_inside(path) and (path or len(paths) > 1):
-            raise ResourceError(name, f"the path {path[:80]!r} of a file does not stay inside it")
+    if paths != [""] and (fault := find_path_fault(paths)) is not None:
+        raise ResourceError(name, f"the scheduler names files at {fault}")
 
 
 def _is_permanent(error: NetError) -> bool:

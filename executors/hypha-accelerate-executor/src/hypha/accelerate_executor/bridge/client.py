@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -40,6 +40,7 @@ from hypha_proto.bridge_api import AnyReference, Transfer
 from hypha_proto.codec import from_json, parse_json, to_json, to_plain
 from hypha_proto.contributions import Contribution
 from hypha_proto.errors import DecodeError
+from hypha_proto.ids import is_inside
 from hypha_proto.job_spec import Reference
 from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport, TrainingReportValue
 
@@ -336,7 +337,7 @@ class Bridge:
     def _inside(self, entry: Any) -> Path:
         """Return the path of a file, which must be inside the work directory."""
         name = entry.get("path") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not name or ".." in PurePosixPath(name).parts or name.startswith("/"):
+        if not isinstance(name, str) or not is_inside(name):
             raise BridgeRefused("file", 200, "malformed-answer", f"no path inside the work directory: {name!r:.200}")
         return self.work_dir / name
 

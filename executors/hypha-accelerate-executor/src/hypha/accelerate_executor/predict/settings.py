@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -12,7 +11,7 @@ from hypha.accelerate_executor.data.preprocess import AUTO_CLASSES
 from hypha.accelerate_executor.errors import JobError
 from hypha.accelerate_executor.options import parse_task
 from hypha_proto.errors import InvalidIdError
-from hypha_proto.ids import PeerId
+from hypha_proto.ids import PeerId, is_inside
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS
 from hypha_proto.prompt_template import columns_of
 
@@ -119,7 +118,7 @@ def _find_faults(task: InferenceTask) -> Iterator[str]:
     if model.type not in types:
         yield f"settings.model.type: {model.type!r:.100}: task {task.task} takes models of type {', '.join(types)}"
     for place, source in (("model", model), ("preprocessor", preprocessor)):
-        if source is not None and (Path(source.path).is_absolute() or ".." in Path(source.path).parts):
+        if source is not None and not is_inside(source.path):
             yield f"settings.{place}.path: {source.path!r:.100}: expected a path inside the work directory"
     if preprocessor is not None and preprocessor.type not in AUTO_CLASSES:
         yield f"settings.preprocessor.type: {preprocessor.type!r:.100}: expected one of {', '.join(AUTO_CLASSES)}"

@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
@@ -26,7 +25,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hypha_proto.codec import check_depth
 from hypha_proto.errors import InvalidIdError
-from hypha_proto.ids import NAME, PeerId
+from hypha_proto.ids import NAME, PeerId, find_path_fault, is_inside
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_PATH, MAX_SETTINGS, RESOURCES
 from hypha_scheduler.datasets.dataset import DatasetView
@@ -77,10 +76,8 @@ def _relative_path(text: str) -> str:
         ValueError: it is not a path inside the work directory, or one that a worker refuses.
     """
     path = PurePosixPath(text)
-    if path.is_absolute() or ".." in path.parts or path.as_posix() == "." or "\\" in text or not text.isprintable():
+    if not is_inside(text) or "\\" in text or not text.isprintable():
         raise ValueError("is not inside the work directory; name a relative path without .. such as out/model")
-    if path.as_posix() != text.rstrip("/"):
-        raise ValueError(f"is not a normal path; write {path.as_posix()!r}")
     if path.parts[0] == RESOURCES:
         raise ValueError(f"is in the folder of the inputs, {RESOURCES}; name another folder")
     if len(text.encode()) > MAX_PATH:
@@ -284,10 +281,8 @@ class TaskTable(Table):
     @field_validator("outputs")
     @classmethod
     def _disjoint(cls, outputs: dict[str, str]) -> dict[str, str]:
-        by_parts = sorted((PurePosixPath(path).parts, name) for name, path in outputs.items())
-        for (parts, first), (longer, second) in pairwise(by_parts):
-            if longer[: len(parts)] == parts:
-                raise ValueError(f"{first!r} and {second!r} overlap; give each a file or folder of its own")
+        if (fault := find_path_fault(outputs.values())) is not None:
+            raise ValueError(f"has {fault}; give each a file or folder of its own")
         return outputs
 
     @field_validator("keep")
