@@ -17,14 +17,14 @@ The job runner writes those of what was handed out. Positions in a slice are tho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from hypha_proto.contributions import Contribution
-from hypha_proto.ids import PeerId, check_digest
+from hypha_proto.ids import DIGEST, PeerId
 from hypha_scheduler.strategies.base import WriteJournal
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.result_model import Advance
@@ -43,6 +43,7 @@ ROUND: Final = "round"
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Position = Annotated[int, msgspec.Meta(ge=0, le=ALL)]
 _Number = Annotated[int, msgspec.Meta(ge=1)]
+_Digest = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST}$")]
 _Range = tuple[_Count, _Count, _Position, _Position]
 """Epoch, slice, first position and position after the last."""
 
@@ -118,29 +119,43 @@ class AssignedRecord(msgspec.Struct, frozen=True, kw_only=True):
     first: _Position | None = None
     end: _Position | None = None
 
+    def __post_init__(self) -> None:
+        if self.span.samples <= 0:
+            raise ValueError(f"it has no samples: {self.span}")
+
     @property
     def span(self) -> SampleSpan:
         """Return the samples."""
         return SampleSpan(self.epoch, self.slice, self.first or 0, ALL if self.end is None else self.end)
 
 
-class ContributedRecord(msgspec.Struct, frozen=True, kw_only=True):
+class _UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an update was computed from."""
+
+    ranges: tuple[_Range, ...]
+    contribution: Contribution | None
+    """What the executor states; None if it states nothing."""
+
+    def __post_init__(self) -> None:
+        for number, each in enumerate(self.ranges):
+            if each[2] >= each[3]:
+                raise ValueError(f"ranges[{number}]: {list(each)} has no samples")
+
+    @property
+    def spans(self) -> tuple[SampleSpan, ...]:
+        """Return the samples."""
+        return tuple(SampleSpan(*each) for each in self.ranges)
+
+
+class ContributedRecord(_UpdateRecord, frozen=True, kw_only=True):
     """Record of an update that a worker may send."""
 
     worker: PeerId
     round: _Number
     samples: _Count
     batches: _Count = 0
-    update: str | None
+    update: _Digest | None
     """Digest of the file; None if nobody has stated it."""
-    ranges: tuple[_Range, ...]
-    contribution: Contribution | None
-    """What the executor states; None if it states nothing."""
-
-    @property
-    def spans(self) -> tuple[SampleSpan, ...]:
-        """Return the samples."""
-        return _spans(self.ranges)
 
 
 class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,34 +177,20 @@ class AnnouncedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Peer and number of samples of each."""
 
 
-class MemberRecord(msgspec.Struct, frozen=True, kw_only=True):
+class MemberRecord(_UpdateRecord, frozen=True, kw_only=True):
     """A member of a committed round."""
 
     peer: PeerId
     samples: _Count
     batches: _Count
-    ranges: tuple[_Range, ...]
-    contribution: Contribution | None
-    update: str | None
-
-    @property
-    def spans(self) -> tuple[SampleSpan, ...]:
-        """Return the samples."""
-        return _spans(self.ranges)
+    update: _Digest | None
 
 
-class UnusedRecord(msgspec.Struct, frozen=True, kw_only=True):
+class UnusedRecord(_UpdateRecord, frozen=True, kw_only=True):
     """An update that is part of no round."""
 
     peer: PeerId
     why: str
-    ranges: tuple[_Range, ...]
-    contribution: Contribution | None
-
-    @property
-    def spans(self) -> tuple[SampleSpan, ...]:
-        """Return the samples."""
-        return _spans(self.ranges)
 
 
 class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,15 +200,11 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
     term: _Number
     members: tuple[MemberRecord, ...]
     unused: tuple[UnusedRecord, ...]
-    update: str
+    update: _Digest
     """Digest of the file of the outer update."""
-    weights_before: str
-    weights: str
+    weights_before: _Digest
+    weights: _Digest
     loss: float | None
-
-
-def _spans(ranges: Iterable[tuple[int, int, int, int]]) -> tuple[SampleSpan, ...]:
-    return tuple(SampleSpan(*each) for each in ranges)
 
 
 KINDS: Final[Mapping[str, type[msgspec.Struct]]] = {
@@ -284,19 +281,9 @@ def parse_record(record: Mapping[str, Any], kind: type[_Record]) -> _Record:
         ValueError: it is malformed; the field and its value are named.
     """
     try:
-        parsed = msgspec.convert(dict(record), kind, dec_hook=_decode)
+        return msgspec.convert(dict(record), kind, dec_hook=_decode)
     except msgspec.ValidationError as error:
         raise ValueError(_with_value(str(error), record)) from None
-    for place, ranges in _all_ranges(parsed):
-        for number, each in enumerate(ranges):
-            if each[2] >= each[3]:
-                raise ValueError(f"{place}[{number}]: {list(each)} has no samples")
-    for place, digest in _all_digests(parsed):
-        try:
-            check_digest(digest)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-    return parsed
 
 
 @lru_cache(4096)
@@ -322,29 +309,3 @@ def _with_value(message: str, record: Mapping[str, Any]) -> str:
         except (KeyError, IndexError, TypeError):
             break
     return f"{path.removesuffix('`').lstrip('.')} is {value!r:.200}: {text}"
-
-
-def _all_ranges(record: object) -> Iterator[tuple[str, Iterable[tuple[int, int, int, int]]]]:
-    """Yield the ranges of a record, each list with its place."""
-    if isinstance(record, ContributedRecord | MemberRecord | UnusedRecord):
-        yield "ranges", record.ranges
-    if isinstance(record, AssignedRecord):
-        span = record.span
-        yield "range", [(span.epoch, span.index, span.first, span.end)]
-    if isinstance(record, RoundRecord):
-        for number, member in enumerate(record.members):
-            yield f"members[{number}].ranges", member.ranges
-        for number, unused in enumerate(record.unused):
-            yield f"unused[{number}].ranges", unused.ranges
-
-
-def _all_digests(record: object) -> Iterator[tuple[str, str]]:
-    if isinstance(record, ContributedRecord) and record.update is not None:
-        yield "update", record.update
-    if isinstance(record, RoundRecord):
-        yield "update", record.update
-        yield "weights_before", record.weights_before
-        yield "weights", record.weights
-        for number, member in enumerate(record.members):
-            if member.update is not None:
-                yield f"members[{number}].update", member.update

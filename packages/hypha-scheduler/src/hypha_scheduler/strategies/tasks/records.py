@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from hypha_proto.ids import PeerId, check_digest
+from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import WriteJournal
@@ -71,15 +71,12 @@ def outputs_of(record: Mapping[str, Any]) -> tuple[StoredOutput, ...]:
     Raises:
         KeyError: a field is missing.
         TypeError: a field is malformed.
-        ValueError: a digest is malformed.
     """
     return tuple(
         StoredOutput(
             name=output["name"],
             dataset=output["dataset"],
-            files=tuple(
-                StoredFile(path=path, size=size, digest=check_digest(digest)) for path, size, digest in output["files"]
-            ),
+            files=tuple(StoredFile(path=path, size=size, digest=digest) for path, size, digest in output["files"]),
         )
         for output in record["outputs"]
     )
