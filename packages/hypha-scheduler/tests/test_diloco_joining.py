@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 
 import pytest
 
@@ -10,17 +11,15 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import Contribution, SampleRange, StateContribution
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import BatchDone, Continue, Done, ScheduleUpdate
+from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco.contributions import Contributed
+from hypha_scheduler.strategies.diloco.events import continued_event, late_event, suspected_event
 from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
-    Continued,
     Effect,
     Joined,
-    Late,
     Overdue,
-    Paused,
     RoundSettings,
-    Suspected,
 )
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
@@ -30,6 +29,7 @@ from hypha_scheduler.strategies.diloco.training_state import NotJoinedError, Tra
 A, B, C, D = (PeerId.from_public_key(bytes([number]) * 32) for number in range(1, 5))
 SERVER = PeerId.from_public_key(bytes([98]) * 32)
 WEIGHTS = "blake3:" + "1" * 64
+BACK = "what it waited for is there"
 
 
 def make(minimum: int = 2, rounds: int = 6) -> Rounds:
@@ -69,6 +69,11 @@ def silent(rounds: Rounds, until: float) -> list[Effect]:
     while (due := rounds.deadline()) is not None and due <= until:
         found += rounds.expire(due)
     return found
+
+
+def names(effects: Iterable[Effect]) -> list[str]:
+    """Return the names of the events among effects."""
+    return [effect.name for effect in effects if isinstance(effect, EmitEvent)]
 
 
 def announced(effects: tuple[Effect, ...] | list[Effect]) -> list[list[PeerId]]:
@@ -156,8 +161,8 @@ def test_a_silent_worker_is_suspected_by_its_own_rhythm_once(rounds: Rounds) -> 
     for now in (3.0, 4.0, 5.0, 6.0):
         rounds.batch_done(A, 16, now)
         rounds.batch_done(B, 16, now)
-    assert silent(rounds, 6.5) == [Suspected(C, 1, 5.0)]
-    assert not [effect for effect in silent(rounds, 7.9) if isinstance(effect, Suspected) and effect.peer == C]
+    assert silent(rounds, 6.5) == [suspected_event(C, 1, 5.0)]
+    assert not [effect for effect in silent(rounds, 7.9) if effect == suspected_event(C, 1, 6.4)]
 
 
 def test_a_late_worker_that_asks_is_told_to_end_its_round_at_once(rounds: Rounds) -> None:
@@ -182,12 +187,12 @@ def test_a_round_with_too_few_members_waits_until_another_one_joins() -> None:
     rounds = make(minimum=3)
     post(rounds, 2.0, A, B)
     [paused] = rounds.worker_lost(C, "power", 3.0)
-    assert isinstance(paused, Paused)
+    assert names([paused]) == ["paused"]
     assert silent(rounds, 1000.0) == []
     assert rounds.add(D, 1000.0) == ()  # it has to join first
     number, effects = rounds.join(D, 1001.0)
     assert number == 1
-    assert set(effects) == {Joined(D, 1), Continued(998.0)}
+    assert effects == (Joined(D, 1), continued_event(998.0, BACK))
     rounds.training_began(D, 1001.0)
     rounds.batch_done(D, 16, 1002.0)
     assert announced(post(rounds, 1003.0, D)) == [[A, B, D]]
@@ -197,9 +202,9 @@ def test_a_late_worker_that_the_round_needs_takes_part_when_it_reports() -> None
     rounds = make(minimum=3)
     post(rounds, 2.0, A, B)
     effects = silent(rounds, 60.0)
-    assert [type(effect) for effect in effects] == [Suspected, Late, Paused]
+    assert names(effects) == ["worker_suspected", "worker_late", "paused"]
     rounds.batch_done(C, 16, 61.0)
-    assert [type(effect) for effect in rounds.take_effects(61.0)] == [Continued]
+    assert names(rounds.take_effects(61.0)) == ["continued"]
     assert announced(post(rounds, 62.0, C)) == [[A, B, C]]
 
 
@@ -210,11 +215,11 @@ def test_a_worker_that_does_not_come_back_to_a_paused_job_is_replaced() -> None:
 
 
 def test_deadlines_stand_still_without_a_parameter_server(rounds: Rounds) -> None:
-    assert [type(effect) for effect in rounds.server_lost("power", 2.0)] == [Paused]
+    assert names(rounds.server_lost("power", 2.0)) == ["paused"]
     assert post(rounds, 3.0, A, B, C) == ()
     assert rounds.deadline() is None
     continued, found = rounds.server_ready(102.0)
-    assert continued == Continued(100.0)
+    assert continued == continued_event(100.0, BACK)
     assert announced([found]) == [[A, B, C]]
     assert rounds.deadline() == 102.0 + 2 * 60.0
 
@@ -224,7 +229,7 @@ def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_a
     for now in range(2, 51):
         rounds.batch_done(C, 16, now)
     rounds.postpone(48.0, 2.0)  # from 2 to 50
-    assert silent(rounds, 55.5) == [Suspected(C, 1, pytest.approx(5.0))]
+    assert silent(rounds, 55.5) == [suspected_event(C, 1, 5.0)]
 
 
 # ---------------------------------------------------------------------------------------------- restarts
@@ -242,7 +247,7 @@ def test_a_restarted_worker_takes_part_again_if_its_update_did_not_arrive() -> N
     post(rounds, 2.0, A, B, C)
     rounds.restart(C, "killed", 3.0)
     effects = rounds.update_missing(1, C, "it did not arrive", 4.0)
-    assert Paused in [type(effect) for effect in effects]
+    assert "paused" in names(effects)
     assert rounds.join(C, 5.0)[0] == 1
     assert rounds.update_missing(1, C, "it did not arrive", 5.1) == ()  # a report that was repeated
     rounds.training_began(C, 5.0)
@@ -346,7 +351,7 @@ def test_executors_that_are_done_are_answered_so() -> None:
     assert rounds.batch_done(C, 16, 14.0) == Done()
     assert not rounds.is_over
     effects = silent(rounds, 200.0)
-    assert Late(B, 1, 60.0) in effects  # it never merges the last outer update
+    assert late_event(B, 1, 60.0) in effects  # it never merges the last outer update
     assert rounds.is_over
 
 

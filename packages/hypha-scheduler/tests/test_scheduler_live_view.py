@@ -24,7 +24,6 @@ from support.process_ready import accept_interrupts
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco import events
-from hypha_scheduler.strategies.diloco.round_effects import Late, Left
 from hypha_scheduler.submission.job_view import JobView, describe_event
 from hypha_scheduler.submission.live_view import render, sparkline
 
@@ -247,11 +246,11 @@ SHOWN = f"…{str(WORKER)[-6:]}"
     ("event", "line"),
     [
         (
-            events.joined_event(WORKER, 3, 4, "it replaces another"),
+            events.member_event("worker_joined", "it replaces another", worker=str(WORKER), round=3, member=4),
             f"worker joined: {SHOWN}, round 3: it replaces another",
         ),
         (
-            events.left_event(Left(WORKER, 2)),
+            events.member_event("worker_left", "its worker ends, and its update counts", worker=str(WORKER), round=2),
             f"worker left: {SHOWN}, round 2: its worker ends, and its update counts",
         ),
         (
@@ -259,18 +258,24 @@ SHOWN = f"…{str(WORKER)[-6:]}"
             f"worker suspected: {SHOWN}, round 2: silent for 6.0 s, longer than a few of its batches take",
         ),
         (
-            events.late_event(Late(WORKER, 2, 31.24)),
+            events.late_event(WORKER, 2, 31.24),
             f"worker late: {SHOWN}, round 2: the round continued without it after 31.2 s",
         ),
         (
-            events.restarted_event(WORKER, 5, 8, "executor failed, exit code 75: out of memory\n  | MemoryError"),
+            events.member_event(
+                "worker_restarted",
+                "executor failed, exit code 75: out of memory\n  | MemoryError",
+                worker=str(WORKER),
+                round=5,
+                micro_batch=8,
+            ),
             f"executor restarted: {SHOWN}, round 5: executor failed, exit code 75: out of memory",
         ),
         (
             events.replaced_event(WORKER, "aggregate", "its lease was not renewed"),
             f"worker replaced: {SHOWN}, aggregate: its lease was not renewed",
         ),
-        (events.paused_event("1 of at least 2 workers"), "paused: 1 of at least 2 workers"),
+        (events.member_event("paused", "1 of at least 2 workers"), "paused: 1 of at least 2 workers"),
         (events.continued_event(12.5, "2 workers are there"), "continued: 2 workers are there"),
         (
             EmitEvent("shortage", {"role": "train", "text": "1 of 2 held, 1 more needed"}),

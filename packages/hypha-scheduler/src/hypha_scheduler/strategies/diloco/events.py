@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import Effects, EmitEvent, PostMetric
 from hypha_scheduler.strategies.diloco.contributions import Refused
-from hypha_scheduler.strategies.diloco.round_effects import Late, Left, Measured, RoundClosed
-from hypha_scheduler.strategies.diloco.training_state import WEIGHTS_FETCHED
+from hypha_scheduler.strategies.diloco.round_effects import Measured, RoundClosed
 
+WEIGHTS_FETCHED: Final = "weights_fetched"
+"""Metric of a worker whose weights had another digest than the scheduler's, and which has fetched them anew."""
 _SCHEDULER_METRICS: Final = frozenset({"samples", "batch_size", "utilisation"})
 """Metrics that the scheduler computes itself; reports of workers with these names are not posted."""
 _ROUND_SECONDS: Final = instrumentation.Histogram("hypha.scheduler.round.duration", "s", "Duration of a job's rounds.")
@@ -41,50 +41,36 @@ def measured_effects(measured: Measured) -> Effects:
     return tuple(effects)
 
 
-def joined_event(peer: PeerId, round_number: int, member: int, reason: str) -> EmitEvent:
-    """Report that a worker takes part from a round on, for the first time or again."""
-    fields = {"worker": str(peer), "round": round_number, "member": member, "reason": reason}
-    return _member_event("worker_joined", fields)
+def member_event(name: str, reason: str, **fields: object) -> EmitEvent:
+    """Report a change of the members of a job, or a pause of it."""
+    _CHANGES.add(1, {"hypha.event": name})
+    return EmitEvent(name, {**fields, "reason": reason})
 
 
 def suspected_event(peer: PeerId, round_number: int, seconds: float) -> EmitEvent:
     """Report that a worker has been silent for longer than its own rhythm explains; the round still waits for it."""
     reason = f"silent for {seconds:.1f} s, longer than a few of its batches take"
-    fields = {"worker": str(peer), "round": round_number, "seconds": round(seconds, 4), "reason": reason}
-    return _member_event("worker_suspected", fields)
+    return _silence_event("worker_suspected", reason, peer, round_number, seconds)
 
 
-def late_event(late: Late) -> EmitEvent:
+def late_event(peer: PeerId, round_number: int, seconds: float) -> EmitEvent:
     """Report that a round continues without a late worker, on which none counts until it reports again."""
-    reason = f"the round continued without it after {late.seconds:.1f} s"
-    fields = {"worker": str(late.peer), "round": late.round, "seconds": round(late.seconds, 4), "reason": reason}
-    return _member_event("worker_late", fields)
+    reason = f"the round continued without it after {seconds:.1f} s"
+    return _silence_event("worker_late", reason, peer, round_number, seconds)
 
 
-def restarted_event(peer: PeerId, round_number: int, micro_batch: int | None, reason: str) -> EmitEvent:
-    """Report that an executor is started again on its lease; `micro_batch` is None for the whole batch."""
-    fields = {"worker": str(peer), "round": round_number, "micro_batch": micro_batch, "reason": reason}
-    return _member_event("worker_restarted", fields)
+def _silence_event(name: str, reason: str, peer: PeerId, round_number: int, seconds: float) -> EmitEvent:
+    return member_event(name, reason, worker=str(peer), round=round_number, seconds=round(seconds, 4))
 
 
 def replaced_event(peer: PeerId, role: str, reason: str) -> EmitEvent:
     """Report that another peer is sought in place of a worker or of the parameter server."""
-    return _member_event("worker_replaced", {"worker": str(peer), "role": role, "reason": reason})
-
-
-def paused_event(reason: str) -> EmitEvent:
-    """Report that no deadline runs, and why."""
-    return _member_event("paused", {"reason": reason})
+    return member_event("worker_replaced", reason, worker=str(peer), role=role)
 
 
 def continued_event(seconds: float, reason: str) -> EmitEvent:
     """Report the end of a pause of `seconds`."""
-    return _member_event("continued", {"seconds": round(seconds, 3), "reason": reason})
-
-
-def _member_event(name: str, fields: Mapping[str, object]) -> EmitEvent:
-    _CHANGES.add(1, {"hypha.event": name})
-    return EmitEvent(name, fields)
+    return member_event("continued", reason, seconds=round(seconds, 3))
 
 
 def refused_event(refused: Refused) -> EmitEvent:
@@ -92,12 +78,6 @@ def refused_event(refused: Refused) -> EmitEvent:
     _REFUSED.add(1)
     fields = {"round": refused.round, "worker": str(refused.peer), "reason": refused.reason, "count": refused.count}
     return EmitEvent("update_refused", fields)
-
-
-def left_event(left: Left) -> EmitEvent:
-    """Report that a draining worker has left after a round, in which its update counts."""
-    reason = "its worker ends, and its update counts"
-    return _member_event("worker_left", {"worker": str(left.peer), "round": left.round, "reason": reason})
 
 
 def round_closed_effects(closed: RoundClosed, update_bytes: int) -> Effects:

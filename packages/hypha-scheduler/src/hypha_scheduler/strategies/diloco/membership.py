@@ -23,10 +23,9 @@ from hypha_scheduler.strategies.base import (
 )
 from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
-from hypha_scheduler.strategies.diloco.events import joined_event, replaced_event, restarted_event
+from hypha_scheduler.strategies.diloco.events import member_event, replaced_event
 from hypha_scheduler.strategies.diloco.records import JoinedRecord, LeftRecord, write_record
 from hypha_scheduler.strategies.diloco.retries import FailJob, Replace, Restart, describe
-from hypha_scheduler.strategies.diloco.round_effects import Joined, Left
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
 from hypha_scheduler.strategies.diloco.specs import TRAIN
 
@@ -100,22 +99,23 @@ class Membership:
         is_answer = answer.round is not None or answer.reason
         return answer if is_answer else RetryAfter(_ASK_AGAIN), self.translate(effects)
 
-    def joined(self, effect: Joined) -> Effects:
+    def joined(self, peer: PeerId, number: int) -> Effects:
         """Record with which round a worker begins, unless the slices that it was assigned tell that."""
-        peer, number = effect.peer, effect.round
         slot = self.running.slots.of(peer)
         if slot is None:
             return ()
-        event = joined_event(peer, number, slot.member, "its executor is ready")
+        fields = {"worker": str(peer), "round": number, "member": slot.member}
+        event = member_event("worker_joined", "its executor is ready", **fields)
         if not self.running.training.rounds.joins(peer):
             return (event,)
         return (write_record(JoinedRecord(worker=peer, member=slot.member, round=number)), event)
 
     # -------------------------------------------------------------------------------------------------- workers that go
 
-    def left(self, effect: Left) -> Effects:
+    def left(self, peer: PeerId, number: int) -> Effects:
         """Go on without a draining worker, after a round in which its update counts."""
-        return self._remove(effect.peer, "it drains")
+        why = "its worker ends, and its update counts"
+        return (member_event("worker_left", why, worker=str(peer), round=number), *self._remove(peer, "it drains"))
 
     def lost(self, peer: PeerId, why: str, now: float) -> Effects:
         """Go on without a worker, and let another one take its place."""
@@ -192,5 +192,6 @@ class Membership:
         effects = self.translate(running.training.executor_lost(peer, why, now))
         running.restart_worker(task)
         slot = running.slots.add(peer)
-        event = restarted_event(peer, self.commits.last + 1, restart.micro_batch, why)
+        fields = {"worker": str(peer), "round": self.commits.last + 1, "micro_batch": restart.micro_batch}
+        event = member_event("worker_restarted", why, **fields)
         return (*effects, write_record(JoinedRecord(worker=peer, member=slot.member)), event, *self.start_ready())

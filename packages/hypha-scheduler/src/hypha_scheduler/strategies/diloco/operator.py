@@ -52,13 +52,10 @@ from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Contributed, Refused
 from hypha_scheduler.strategies.diloco.events import (
     continued_event,
-    late_event,
-    left_event,
     measured_effects,
-    paused_event,
+    member_event,
     refused_event,
     round_closed_effects,
-    suspected_event,
 )
 from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
@@ -73,17 +70,13 @@ from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.retries import OTHER_MODEL, describe, end_of_process
 from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
-    Continued,
     Fail,
     Joined,
-    Late,
     Left,
     Measured,
     Overdue,
-    Paused,
     RoundClosed,
     StepOverdue,
-    Suspected,
 )
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob, TrainingData, task_key
 from hypha_scheduler.strategies.diloco.sample_ledger import ALL, LedgerFullError, NoUsableSliceError
@@ -483,7 +476,7 @@ class DilocoOperator(Operator):
         if self._paused_since is not None:
             return ()
         self._paused_since = now
-        return (paused_event(reason),)
+        return (member_event("paused", reason),)
 
     def _continue(self, now: float) -> Effects:
         if self._paused_since is None:
@@ -502,7 +495,7 @@ class DilocoOperator(Operator):
         if self._without_data is not None:
             return ()
         self._without_data = now
-        return (paused_event(f"no data node of dataset {name} can be reached"),)
+        return (member_event("paused", f"no data node of dataset {name} can be reached"),)
 
     def on_suspended(self, seconds: float, now: float) -> Effects:
         """Move all deadlines."""
@@ -621,6 +614,8 @@ class DilocoOperator(Operator):
     def _translated(self, effect: training_state.Effect) -> Effects:
         assert self._running is not None
         match effect:
+            case EmitEvent():
+                return (effect,)
             case Fail(reason):
                 return self._fail(reason)
             case RoundClosed():
@@ -628,22 +623,14 @@ class DilocoOperator(Operator):
             case Measured():
                 self._note_evaluation(effect)
                 return measured_effects(effect)
-            case Late():
-                return (late_event(effect),)
-            case Left():
-                return (left_event(effect), *self._membership.left(effect))
-            case Joined():
-                return self._membership.joined(effect)
-            case Suspected():
-                return (suspected_event(effect.peer, effect.round, effect.seconds),)
+            case Left(peer, number):
+                return self._membership.left(peer, number)
+            case Joined(peer, number):
+                return self._membership.joined(peer, number)
             case Overdue(peer, reason):
                 return self._membership.release(peer, reason, self._now)
             case StepOverdue(_, reason):
                 return self._handover.replace(reason, self._now)
-            case Paused(reason):
-                return (paused_event(reason),)
-            case Continued(seconds):
-                return (continued_event(seconds, "what it waited for is there"),)
             case Contributed(update):  # without terms, a worker may be ahead of the records
                 return (contributed_record(update),) if update.round == self._commits.last + 1 else ()
             case Refused(peer, number):

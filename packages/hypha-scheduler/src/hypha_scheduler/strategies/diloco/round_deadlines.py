@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.base import EmitEvent
+from hypha_scheduler.strategies.diloco.events import suspected_event
 from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round
-from hypha_scheduler.strategies.diloco.round_effects import Overdue, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.round_effects import Overdue, RoundSettings
 from hypha_scheduler.strategies.diloco.timeouts import EVALUATION, FACTOR
 from hypha_scheduler.strategies.silence import PATIENCE, suspicious_after
 
@@ -124,15 +126,15 @@ class RoundDeadlines:
         found = {peer: self.silence_of(peer, current) for peer in unsuspected}
         return {peer: silence.suspected_at for peer, silence in found.items() if silence is not None}
 
-    def suspect(self, current: Round, now: float) -> tuple[Suspected, ...]:
+    def suspect(self, current: Round, now: float) -> tuple[EmitEvent, ...]:
         """Suspect workers that have been silent for too long."""
-        effects: list[Suspected] = []
+        effects: list[EmitEvent] = []
         for peer, at in self.suspicions(current).items():
             silence = self.silence_of(peer, current)
             if at > now or silence is None:
                 continue
             self.roster.members[peer].is_suspected = True
-            effects.append(Suspected(peer, current.number, now - silence.since))
+            effects.append(suspected_event(peer, current.number, now - silence.since))
         return tuple(effects)
 
     def _silent_until(self, current: Round) -> float | None:

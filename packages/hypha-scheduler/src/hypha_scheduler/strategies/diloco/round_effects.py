@@ -1,4 +1,4 @@
-"""Settings of a job's rounds, and the effects that `rounds` returns. Pure; `operator` translates the effects."""
+"""Settings of a job's rounds, and the effects that `rounds` returns. Pure; `operator` translates all but events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
+from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 
@@ -67,15 +68,6 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """Effect: report that a round continues without a worker after waiting `seconds` for it."""
-
-    peer: PeerId
-    round: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """Effect: report the metrics of a worker over a round."""
 
@@ -101,15 +93,6 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Suspected:
-    """Effect: report that a worker has not reported for `seconds`, much longer than its batches take."""
-
-    peer: PeerId
-    round: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Overdue:
     """Effect: release a worker, which has missed too many rounds or does not begin, and replace it."""
 
@@ -125,31 +108,4 @@ class StepOverdue:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """Effect: report that the open round waits, because workers or the parameter server are missing."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Continued:
-    """Effect: report that the open round goes on after a pause of `seconds`."""
-
-    seconds: float
-
-
-Effect = (
-    AnnounceRound
-    | RoundClosed
-    | Late
-    | Measured
-    | Left
-    | Fail
-    | Joined
-    | Suspected
-    | Overdue
-    | StepOverdue
-    | Paused
-    | Continued
-)
+Effect = EmitEvent | AnnounceRound | RoundClosed | Measured | Left | Fail | Joined | Overdue | StepOverdue

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hypha_scheduler.strategies.base import EmitEvent
+from hypha_scheduler.strategies.diloco.events import continued_event, member_event
 from hypha_scheduler.strategies.diloco.members import Roster
 from hypha_scheduler.strategies.diloco.open_round import Round
-from hypha_scheduler.strategies.diloco.round_effects import Continued, Paused
 
 
 @dataclass(slots=True)
@@ -32,10 +33,10 @@ class RoundPause:
         count, least = len(self.roster.present(number, current)), self.roster.least(current)
         return f"{self.last_change}; {count} of at least {least} remain"
 
-    def set(self, why: str | None, now: float) -> Paused | Continued | None:
-        """Begin or end a pause; return what changes."""
+    def set(self, why: str | None, now: float) -> EmitEvent | None:
+        """Begin or end a pause; return the event that tells of it."""
         before, self.reason = self.reason, why
         if why is not None:
             self.began_at = now if before is None else self.began_at
-            return None if why == before else Paused(why)
-        return None if before is None else Continued(now - self.began_at)
+            return None if why == before else member_event("paused", why)
+        return None if before is None else continued_event(now - self.began_at, "what it waited for is there")

@@ -16,17 +16,16 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import Acknowledged, Continue, Done, ReportAnswer, ReportError, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch, seconds_since_first
+from hypha_scheduler.strategies.diloco.events import late_event
 from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round, RoundShare, mean_loss
 from hypha_scheduler.strategies.diloco.round_allocation import RoundAllocation
 from hypha_scheduler.strategies.diloco.round_deadlines import RoundDeadlines
 from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
-    Continued,
     Effect,
     Fail,
     Joined,
-    Late,
     RoundSettings,
     StepOverdue,
 )
@@ -253,8 +252,8 @@ class Rounds:
         """Begin or end a pause if there is reason to."""
         effects, self._unreported = self._unreported, ()
         change = self._pause.set(None if self.is_complete else self._pause.why(self._closed + 1, self._open), now)
-        if isinstance(change, Continued):
-            self._move_times(change.seconds, self._pause.began_at)
+        if change is not None and self._pause.reason is None:
+            self._move_times(now - self._pause.began_at, self._pause.began_at)
         return effects if change is None else (*effects, change)
 
     def postpone(self, seconds: float, before: float = math.inf) -> None:
@@ -739,7 +738,7 @@ class Rounds:
         limit, longest = self._settings.timeout, max(waited.values(), default=0.0)
         remedy = "" if limit is None else f" (raise rounds.timeout, {limit:g} s, to wait for longer)"
         self._pause.last_change = f"round {current.number}: no update within {longest:.0f} s from {names}{remedy}"
-        reports = tuple(Late(peer, current.number, seconds) for peer, seconds in waited.items())
+        reports = tuple(late_event(peer, current.number, seconds) for peer, seconds in waited.items())
         return (*reports, *self._go_on(now))
 
     def _leave_out(self, peer: PeerId, current: Round, now: float) -> None:
@@ -755,7 +754,7 @@ class Rounds:
         reported = last.close(only_complete=False)
         late = [peer for peer, member in self._members.items() if not member.done and not self.is_excused(peer)]
         last.dropped.update(late)
-        return (*reported, *(Late(peer, last.number, now - (last.closed_at or now)) for peer in late))
+        return (*reported, *(late_event(peer, last.number, now - (last.closed_at or now)) for peer in late))
 
     # ------------------------------------------------------------------------------------------------------- reporting
 

@@ -44,6 +44,7 @@ from hypha_scheduler.strategies.diloco.contributions import (
     find_fault,
     spans_of,
 )
+from hypha_scheduler.strategies.diloco.events import WEIGHTS_FETCHED
 from hypha_scheduler.strategies.diloco.round_effects import Left, Measured, RoundClosed
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan
@@ -51,8 +52,6 @@ from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, Sample
 _METRICS: Final = 64
 """Maximum number of metrics taken from one report."""
 _MAX_COUNT: Final = (1 << 32) - 1
-WEIGHTS_FETCHED: Final = "weights_fetched"
-"""Metric of a worker whose weights had another digest than the scheduler's, and which has fetched them anew."""
 _OTHER_REPORTS: Final = frozenset({"evaluation_loss", WEIGHTS_FETCHED, MICRO_BATCH})
 """Metrics that are reported before or after those of the round's training."""
 _TRAINED: Final = frozenset({"loss", "samples"})
