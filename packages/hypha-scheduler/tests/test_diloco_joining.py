@@ -146,7 +146,7 @@ def test_nobody_joins_a_job_whose_last_round_is_closed() -> None:
     state.worker_added(D, 2.0)
     assert state.join_round(D, WEIGHTS, 3.0)[0].round is None
     post(state.rounds, 4.0, A, B, C)
-    state.step_committed(1, 5.0)
+    state.rounds.step_committed(1, 5.0)
     answer, _ = state.join_round(D, WEIGHTS, 6.0)
     assert (answer.round, answer.reason) == (None, "the last round of the job is closed")
     assert D in state.told_done
@@ -290,7 +290,7 @@ def test_a_late_update_is_sent_back_without_counting_as_a_fault_and_its_samples_
     used = {peer: train(state, peer, 0.0) for peer in (A, B)}
     state.state_contribution(A, statement(1, used[A], "a"), None, 2.0)
     while (due := state.rounds.deadline()) is not None and due < 30.0:
-        state.expire(due)
+        state.rounds.expire(due)
     assert state.rounds.is_away(B)
     late = statement(1, used[B], "b")
     for _ in range(2):
@@ -336,7 +336,7 @@ def test_the_new_life_of_a_worker_keeps_its_samples_when_the_old_update_counts()
     announce_and_lose(state)
     state.members_agreed(1, [A, B])
     state.commit(1, [A, B])
-    state.step_committed(1, 5.0)
+    state.rounds.step_committed(1, 5.0)
     assert state.join_round(B, WEIGHTS, 6.0)[0].round == 2
     assert state.slice_for(B, 7.0) is not None
     assert len(state.slices.held_by(B)) == 1

@@ -541,7 +541,7 @@ class DilocoOperator(Operator):
         self._update_bytes = self._data.result.update_bytes
         record = round_record(number, running.term, updates, unused, advance, loss)
         states_term = header.term is not None
-        closing = running.training.step_committed(number, now) if states_term else ()
+        closing = running.training.rounds.step_committed(number, now) if states_term else ()
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
         for peer in members:
             running.retries.round_counted(peer)
@@ -586,7 +586,7 @@ class DilocoOperator(Operator):
             return (checkpoint, *self._start_ready(), *self._check_outcome(now))
         if tag == _FINISH:
             self._phase = _Phase.ENDED
-            return (*(self._translate(running.training.finish()) if running is not None else ()), EndJob())
+            return (*(self._translate(running.training.rounds.finish()) if running is not None else ()), EndJob())
         return ()
 
     def _message_answered(self, running: RunningJob, tag: str, outcome: object, now: float) -> Effects | None:
@@ -619,6 +619,7 @@ class DilocoOperator(Operator):
             case Fail(reason):
                 return self._fail(reason)
             case RoundClosed():
+                self._running.training.loss = effect.loss
                 return round_closed_effects(effect, self._update_bytes)
             case Measured():
                 self._note_evaluation(effect)
@@ -721,7 +722,7 @@ class DilocoOperator(Operator):
             return self._fail(f"the outer update of round {missing} did not come from the parameter server")
         if self._without_data is not None or not self._context.reaches(self._data.dataset.name):
             return self._wait_for_data(now)
-        return (*self._translate(self._running.training.expire(now)), *self._check_outcome(now))
+        return (*self._translate(self._running.training.rounds.expire(now)), *self._check_outcome(now))
 
     async def _finish(self) -> None:
         """Complete the result, then audit the job."""

@@ -45,7 +45,7 @@ from hypha_scheduler.strategies.diloco.contributions import (
     spans_of,
 )
 from hypha_scheduler.strategies.diloco.events import WEIGHTS_FETCHED
-from hypha_scheduler.strategies.diloco.round_effects import Left, Measured, RoundClosed
+from hypha_scheduler.strategies.diloco.round_effects import Left, Measured
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan
 
@@ -137,7 +137,7 @@ class TrainingState:
             self.told_done.add(peer)
         if isinstance(answer, ReportError) and answer.reason is None:
             answer = ReportError(reason=self._refusal_reason(peer, progress))
-        return answer, self._count(effects)
+        return answer, effects
 
     def _refusal_reason(self, peer: PeerId, progress: TrainingReport) -> str:
         """Return why a report does not match the state of the job."""
@@ -185,7 +185,7 @@ class TrainingState:
             answer = self.rounds.batches_done(peer, [_measured(batch) for batch in fresh], now, left)
         else:
             answer = self.rounds.batches_known(peer, now)
-        effects = self._count(self.rounds.take_effects(now))
+        effects = self.rounds.take_effects(now)
         if isinstance(answer, ReportError):
             return BatchesCounted(counted=message.first, reason=self._refusal_reason(peer, SendingUpdate())), effects
         counted = min(message.first + count, _MAX_COUNT)
@@ -294,7 +294,7 @@ class TrainingState:
         taken = self.slices.contribute(peer, number, spans)
         self.slices.withdraw(peer, number)
         self.contributions.note_unused(UnusedUpdate(peer, why, taken, message.contribution))
-        return (refused, *self._count(self.rounds.update_refused(number, peer, why, now)))
+        return (refused, *self.rounds.update_refused(number, peer, why, now))
 
     def _withdraw(self, peer: PeerId, number: int, why: str) -> None:
         self.slices.withdraw(peer, number)
@@ -374,12 +374,6 @@ class TrainingState:
         if stated and peer in self.rounds.members:
             self.seconds.setdefault(peer, Counter()).update(stated)
 
-    def _count(self, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
-        for effect in effects:
-            if isinstance(effect, RoundClosed):
-                self.loss = effect.loss
-        return effects
-
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Remove a lost worker; its unused samples are assigned to others.
 
@@ -389,11 +383,7 @@ class TrainingState:
         self.lost.setdefault(peer, why)
         if number is not None:
             self._free(peer, number)
-        return self._count(self.rounds.worker_lost(peer, why, now))
-
-    def step_committed(self, number: int, now: float) -> tuple[Effect, ...]:
-        """Close a round whose record was written."""
-        return self._count(self.rounds.step_committed(number, now))
+        return self.rounds.worker_lost(peer, why, now)
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update the parameter server refused."""
@@ -402,14 +392,14 @@ class TrainingState:
         if self._is_former(peer, number, reason):
             return refused
         self._withdraw(peer, number, reason)
-        return (*refused, *self._count(self.rounds.update_refused(number, peer, reason, now)))
+        return (*refused, *self.rounds.update_refused(number, peer, reason, now))
 
     def update_missing(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update did not reach the parameter server in time."""
         if self._is_former(peer, number, reason):
             return ()
         self._withdraw(peer, number, reason)
-        return self._count(self.rounds.update_missing(number, peer, reason, now))
+        return self.rounds.update_missing(number, peer, reason, now)
 
     def _is_former(self, peer: PeerId, number: int, reason: str) -> bool:
         """Return whether an update is that of a lost worker, which may have been found again since, and drop it."""
@@ -446,29 +436,21 @@ class TrainingState:
         # an update that it stated before it was lost may count in the open round still
         number, effects = self.rounds.join(peer, now, waits=peer in self._releasing)
         answer = RoundToJoin() if number is None else RoundToJoin(round=number, weights=weights)
-        return answer, self._count(effects)
+        return answer, effects
 
     def executor_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Go on without an executor that is to be started again; what it has trained and not stated goes back."""
         self.slices.give_back(peer)
-        return self._count(self.rounds.restart(peer, why, now))
+        return self.rounds.restart(peer, why, now)
 
     def server_changed(self, server: PeerId | None, now: float, why: str = "it was lost") -> tuple[Effect, ...]:
         """Go on with another parameter server, once its task has started; None: the last one was lost for now."""
         if server is None:
             for peer, number in list(self._releasing.items()):  # no step that it has taken counts any more
                 self._release(peer, number)
-            return self._count(self.rounds.server_lost(why, now))
+            return self.rounds.server_lost(why, now)
         self.server = server
-        return self._count(self.rounds.server_ready(now))
-
-    def expire(self, now: float) -> tuple[Effect, ...]:
-        """Apply deadlines that have passed."""
-        return self._count(self.rounds.expire(now))
-
-    def finish(self) -> tuple[Effect, ...]:
-        """Close the remaining rounds at the end of the job."""
-        return self._count(self.rounds.finish())
+        return self.rounds.server_ready(now)
 
 
 def _measured(batch: TrainedBatch) -> MeasuredBatch:
