@@ -15,8 +15,9 @@ from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import Continue, Done, ScheduleUpdate
+from hypha_scheduler.strategies.base import EmitEvent
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
-from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound, Effect, RoundSettings, Suspected
+from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound, Effect, RoundSettings
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 
 BATCH: Final = 16
@@ -138,7 +139,9 @@ class UnevenJob:
         """Apply deadlines before the next event; a job with fixed steps has none, as no forecast fits it."""
         while self._fixed is None and (due := self._rounds.deadline()) is not None and due < until:
             effects = self._rounds.expire(due)
-            self._suspected += sum(isinstance(effect, Suspected) for effect in effects)
+            self._suspected += sum(
+                isinstance(effect, EmitEvent) and effect.name == "worker_suspected" for effect in effects
+            )
             self._take(effects)
 
     def _after(self, seconds: float, happen: Callable[[], None]) -> None:
