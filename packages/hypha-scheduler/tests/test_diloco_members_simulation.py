@@ -508,8 +508,11 @@ def test_a_parameter_server_that_fails_by_itself_is_replaced_by_another() -> Non
     assert servers[0] == failing.peer != servers[1]
 
 
-def test_a_parameter_server_that_drains_is_replaced_without_a_lost_round() -> None:
-    network = finish(Network(table=table(12), servers=2, on_phase=Once("in the step", lambda p: p.node.drain())), 12)
+@pytest.mark.parametrize(("phase", "rounds"), [("in the step", 1), ("server starts", 0)])
+def test_a_parameter_server_that_drains_is_replaced_without_a_lost_round(phase: str, rounds: int) -> None:
+    """Also after the first round, whose outer momentum the next server needs."""
+    drains = Once(phase, lambda process: process.node.drain(), rounds)
+    network = finish(Network(table=table(12), servers=2, on_phase=drains), 12)
 
     assert network.rounds[-1]["term"] == 2
 

@@ -134,7 +134,7 @@ class ServerHandover:
         running, lease = self.running, self._standby
         assert lease is not None
         self._standby, term = None, running.term + 1
-        has_momentum = self.builder.data.result.momentum_file() is not None
+        has_momentum = self.commits.last > 0 and self.builder.job.outer_optimizer.momentum > 0
         running.placed = replace(running.placed, server=lease.peer, term=term, has_momentum=has_momentum)
         running.gone_members.clear()
         server = running.add_server(lease)
