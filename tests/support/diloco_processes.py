@@ -351,8 +351,11 @@ class Training(Process):
     async def run(self) -> TaskEnded:
         """Train until the scheduler says that the job is done."""
         await self.reach("preparing")
+        joins = bool(getattr(self.config, "join", None))
+        if joins:
+            await self.fetch_slice(ahead=True)
         await self.spend("start")
-        if getattr(self.config, "join", None):
+        if joins:
             if not await self.join():
                 return TaskEnded(TaskState.FINISHED)
         elif self.executor.round > 1:
@@ -366,6 +369,7 @@ class Training(Process):
                 return TaskEnded(TaskState.FINISHED)
             if known.rejoin:
                 self.network.seen["rejoined"] += 1
+                self.executor.queue.clear()
                 if not await self.join():
                     return TaskEnded(TaskState.FINISHED)
                 continue
@@ -383,7 +387,10 @@ class Training(Process):
             if answer.round is None:
                 await anyio.sleep(0.3)
                 continue
-            executor.queue.clear()
+            if answer.keeps:
+                self.network.seen["kept slices"] += 1
+            else:
+                executor.queue.clear()
             weights = START if answer.weights is None else await self.pull(artifact_dataset(JOB_ID, WEIGHTS))
             if answer.weights not in (None, weights):
                 self.network.seen["joined too late"] += 1
@@ -439,15 +446,16 @@ class Training(Process):
             reports.scope.cancel()
         return not reports.is_done
 
-    async def fetch_slice(self) -> bool:
-        """Get the next samples; return whether there were any."""
+    async def fetch_slice(self, *, ahead: bool = False) -> bool:
+        """Get the next samples, perhaps ahead of the first round; return whether there were any."""
 
         def ask(scheduler: Scheduler, task: TaskRef) -> SliceToUse | RetryAfter | None:
             try:
-                found = scheduler.operator.next_slice(task, DATASET, scheduler.now)
+                operator = scheduler.operator
+                found = (operator.slice_ahead if ahead else operator.next_slice)(task, DATASET, scheduler.now)
             except SliceRefusedError:
                 return None
-            if isinstance(found, SliceToUse):
+            if isinstance(found, SliceToUse) and not ahead:
                 fields = {"epoch": found.epoch, "slice": found.index, "first": found.first, "end": found.end}
                 scheduler.write("assigned", {"worker": str(self.peer), "dataset": DATASET, **fields})
                 scheduler.tell(tuple)

@@ -407,7 +407,9 @@ class Job:
         answer, effects = self.operator.on_message(task, "JoinRound", JoinRound(task.id_in(JOB_ID)), self.now)
         self.apply(effects)
         if isinstance(answer, RoundToJoin) and answer.round is not None:
+            kept = self.executors[peer].queue if answer.keeps else []
             self.executors[peer] = Executor(peer, answer.round, answer.weights or START)
+            self.executors[peer].queue += kept
         found: RoundToJoin | RetryAfter = answer
         return found
 

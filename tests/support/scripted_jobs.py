@@ -205,6 +205,9 @@ class QuietOperator:
         self.hear("slice", task)
         return SliceToUse(0, 0)
 
+    def slice_ahead(self, task: TaskRef, dataset: str, now: float) -> Any:
+        return self.next_slice(task, dataset, now)
+
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         self.hear("unusable", task, report)
         return ()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -476,21 +477,32 @@ def test_it_begins_with_the_round_and_the_weights_that_it_is_given(joining: Call
     assert joined.asked == 1
 
 
-def test_no_sample_is_requested_before_it_has_joined(joining: Callable[..., JoinedJob]) -> None:
-    joined, order = joining(2), []
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_slice_comes_while_the_model_is_loaded_and_is_used_if_it_still_may(
+    joining: Callable[..., JoinedJob], keeps: bool
+) -> None:
+    joined, order, has_asked = joining(2), [], threading.Event()
     worker, join = joined.scheduler.worker, joined.join
 
     def fetch(body: Any) -> tuple[int, Any]:
-        order.append(body["type"])
+        if body["type"] == "scheduler":
+            order.append("slice ahead" if body.get("ahead") else "slice")
+            has_asked.set()
         return joined.scheduler.fetch(body)
 
     def ask(body: Any) -> tuple[int, Any]:
+        assert has_asked.wait(20)
         order.append("join")
-        return join(body)
+        status, answer = join(body)
+        return status, answer | {"keeps": keeps}
 
     worker.answers |= {"/resources/fetch": fetch, "/rounds/join": ask}
     assert joined.run() == 0
-    assert order[: order.index("scheduler")] == ["uri", "join", "peers"]
+    assert order[:2] == ["slice ahead", "join"]
+    assert set(order[2:]) == {"slice"}
+    [first, *_] = joined.scheduler.contributions
+    assert first is not None
+    assert ((first.ranges[0].epoch, first.ranges[0].slice) == (0, 0)) is keeps
 
 
 def test_after_a_closed_round_it_trains_as_a_process_that_has_just_started(joining: Callable[..., JoinedJob]) -> None:

@@ -255,6 +255,7 @@ REQUESTS: list[tuple[Any, Any]] = [
     (REPORT, ReportTraining(ATTEMPT, progress=OuterStepTaken(), id=ID[2])),
     (DATA, DataRequest(ATTEMPT, "digits", id=ID[2])),
     (DATA, DataRequest(ATTEMPT, "digits", id=ID[2], most=4)),
+    (DATA, DataRequest(ATTEMPT, "digits", id=ID[2], ahead=True)),
     (
         DATA,
         DataRequest(
@@ -412,6 +413,7 @@ RESPONSES: list[tuple[Any, Any]] = [
     (STATE_CONTRIBUTION, ContributionKnown(accepted=False, reason="round 4 is closed", rejoin=True)),
     (JOIN_ROUND, RoundToJoin()),
     (JOIN_ROUND, RoundToJoin(round=5, weights=DIGEST)),
+    (JOIN_ROUND, RoundToJoin(round=5, weights=DIGEST, keeps=True)),
     (JOIN_ROUND, RoundToJoin(reason="no training task of the job runs on this peer")),
     (AWAIT_COMMIT, CommitStatus(committed=True, weights=DIGEST)),
     (AWAIT_COMMIT, CommitStatus(committed=False)),

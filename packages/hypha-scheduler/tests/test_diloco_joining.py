@@ -141,6 +141,20 @@ def test_an_executor_that_does_not_ask_joins_with_its_first_slice_if_its_round_i
         state.slice_for(D, 7.0)
 
 
+def test_samples_that_were_assigned_ahead_hold_no_round_up_and_stay_with_who_joins() -> None:
+    state = TrainingState(make(), SampleLedger((20, 20)), SERVER)
+    state.worker_added(D, 2.0)
+    span = state.slice_for(D, 3.0, ahead=True)
+    assert state.rounds.is_preparing(D)
+    assert announced(post(state.rounds, 4.0, A, B, C)) == [[A, B, C]]
+    state.rounds.step_committed(1, 5.0)
+    for now in (6.0, 7.0):  # the answer may be lost
+        answer, _ = state.join_round(D, WEIGHTS, now)
+        assert (answer.round, answer.keeps, state.slices.held_by(D)) == (2, True, (span,))
+    state.executor_lost(D, "it was killed", 8.0)
+    assert state.join_round(D, WEIGHTS, 9.0)[0].keeps is None
+
+
 def test_nobody_joins_a_job_whose_last_round_is_closed() -> None:
     state = TrainingState(make(rounds=1), SampleLedger((20, 20)), SERVER)
     state.worker_added(D, 2.0)

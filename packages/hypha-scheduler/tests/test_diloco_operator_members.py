@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import pytest
-from support.diloco_simulation import JOB_ID, PEERS, SERVER, Job, job_table
+from support.diloco_simulation import DATASET, JOB_ID, PEERS, SERVER, Job, job_table
 
 from hypha_net.transfer import PullSource
 from hypha_proto.job_membership import RoundToJoin
 from hypha_proto.job_spec import TrainConfig
 from hypha_proto.training_reports import Done
 from hypha_proto.transfer import PullRequest
-from hypha_scheduler.strategies.base import RetryAfter, StartTask, TaskState
+from hypha_scheduler.strategies.base import Lease, RetryAfter, SliceToUse, StartTask, TaskState
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 
 pytestmark = pytest.mark.virtual_clock
@@ -28,7 +29,7 @@ def begin(peers: tuple[Any, ...] = WORKERS, **changes: Any) -> Job:
     job.open()
     job.lease(peers)
     for peer in peers:
-        assert job.join(peer) == RoundToJoin(round=1)
+        assert job.join(peer).round == 1
         job.give_slice(peer)
     return job
 
@@ -54,13 +55,37 @@ def train_config(start: StartTask) -> TrainConfig:
 # ------------------------------------------------------------------------------------------------------------ executors
 
 
+def test_the_first_workers_begin_when_all_of_them_are_ready() -> None:
+    job = Job(table=job_table(resources={"num_workers": 2, "min_workers": 1}))
+    job.open()
+    roles = {A: TRAIN, B: TRAIN, SERVER: AGGREGATE}
+    leases = [Lease(uuid.uuid4(), peer, role, 1.0) for peer, role in roles.items()]
+    job.apply(job.operator.on_leases_acquired(leases, job.now))
+    assert job.operator.slice_ahead(job.leases[B], DATASET, job.now)  # which does not say that it is ready
+    assert isinstance(job.join(A), RetryAfter)
+    assert [job.join(peer).round for peer in (B, A)] == [1, 1]
+
+
+def test_samples_that_were_assigned_ahead_are_recorded_when_their_worker_joins(job: Job) -> None:
+    job.acquire(D)
+    found = job.operator.slice_ahead(job.leases[D], DATASET, job.now)
+    assert isinstance(found, SliceToUse)
+    for peer in WORKERS:
+        job.end_task(peer, TaskState.FAILED, "it was killed", -9)  # nobody trains in the open round any more
+    before = len(job.journal)
+    assert job.join(D).keeps
+    [joined, assigned] = [record for record in job.journal[before:] if record.get("worker") == str(D)]
+    assert (joined["record"], assigned["record"]) == ("joined", "assigned")
+    assert (assigned["epoch"], assigned["slice"], assigned["first"]) == (found.epoch, found.index, found.first)
+
+
 async def test_update_that_was_made_again_counts_after_the_first_one_did_not_arrive() -> None:
     job = begin((A,), resources={"num_workers": 1, "min_workers": 1})
     job.train_round(A, 2)
     assert job.state(A) == (True, "")
     job.end_task(A, TaskState.FAILED, "it was killed", -9)
     job.refuse(A, "it did not arrive in time", missing=True)
-    assert job.join(A) == RoundToJoin(round=1)
+    assert job.join(A).round == 1
     job.hand_in(A)
     await job.finish_round(A)
     assert members(job, 1) == names(A)
@@ -126,7 +151,7 @@ async def test_worker_that_is_found_before_anybody_trains_joins_at_once() -> Non
     job.open()
     job.lease(WORKERS)
     job.acquire(D)
-    assert job.join(D) == RoundToJoin(round=1)
+    assert job.join(D).round == 1
 
 
 async def test_worker_that_comes_back_has_a_number_of_its_own(job: Job) -> None:

@@ -361,7 +361,8 @@ async def test_one_request_is_assigned_as_many_slices_as_it_asks_for_and_there_a
         operator.left, operator.after = 1, SliceRefusedError("too many slices")
         assert await indices(most=3) == [5]
         assert await worker.slice(lab.peer, most=3) == WireError(message="too many slices")
-        operator.after = None
+        operator.left, operator.after = 1, None
+        assert await indices(most=1, ahead=True) == [5]  # the strategy records it when it is used
         assert await worker.slice(lab.peer, most=3) == NotFound()
         await lab.finish(operator)
         records = read_journal(operator.context.directory / JOURNAL)

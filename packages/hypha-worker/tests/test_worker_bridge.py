@@ -349,12 +349,12 @@ async def test_several_slices_are_fetched_with_one_request(with_bridge: WithBrid
 
         rpc.serve(bridge.server, DATA, assign)
         bridge.served |= {("digits", index): content for index in (0, 7, 9, 10)}  # 0: its manifest
-        status, files = await fetched(count=4)
+        status, files = await fetched(count=4, ahead=True)
         assert status == 200, files
         assert [file["metadata"]["slice"] for file in files] == ["7", "10", "9"]  # none has slice 8
         assert [file["metadata"]["assigned"] for file in files] == ["0", "3", "2"]
         assert all((bridge.work_dir / file["path"]).read_bytes() == b"slice" for file in files)
-        assert [request.most for request in requests] == [4, None]
+        assert [(request.most, request.ahead) for request in requests] == [(4, True), (None, True)]
         assert requests[1].unusable is not None
         assert requests[1].unusable.index == 8
 
@@ -369,6 +369,8 @@ async def test_several_slices_are_fetched_with_one_request(with_bridge: WithBrid
         status, answer = await fetched(count=2, fetch=plain(bridge.config.model.artifact))
         assert status == 400
         assert answer["detail"].startswith("count: only slices of a scheduler's dataset are fetched several at a time")
+        status, answer = await fetched(ahead=True, fetch=plain(bridge.config.model.artifact))
+        assert (status, "ahead: only slices of a scheduler's dataset" in answer["detail"]) == (400, True)
 
 
 async def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) -> None:

@@ -102,6 +102,8 @@ class RoundJoined(Message, frozen=True):
     weights: Annotated[Digest | None, OMIT] = None
     """Digest of the global weights after the round before, to be fetched as `TrainConfig.weights`; None where the round
     begins from the start model."""
+    keeps: Annotated[bool | None, OMIT] = None
+    """True if the slices that were fetched ahead are to be used; otherwise they are not the executor's any more."""
 
 
 class BridgeErrorBody(Message, frozen=True):
@@ -134,6 +136,8 @@ class Transfer(Message, frozen=True):
     """What the executor states about the update that it sends."""
     count: Annotated[SliceCount | None, OMIT] = None
     """Number of slices to fetch at most, of the scheduler's dataset of a training job; None means one."""
+    ahead: Annotated[bool | None, OMIT] = None
+    """True for slices that the executor uses after it has asked with which round it begins."""
 
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]

@@ -57,6 +57,8 @@ class DataRequest(Message, frozen=True):
     """Slice that was assigned before and cannot be used; this request is for one in its place."""
     most: Annotated[SliceCount | None, OMIT] = None
     """Number of slices to assign at most, answered with `SlicesAssigned`; None asks for one, as `SliceAssigned`."""
+    ahead: Annotated[bool | None, OMIT] = None
+    """True for an executor that is not ready yet: it asks with which round it begins before it uses the slices."""
 
 
 class AssignedSlice(Message, frozen=True):

@@ -29,6 +29,8 @@ class RoundToJoin(Message, frozen=True):
     """Round with which the executor begins, from the weights after the one before. None: ask again, unless `reason`."""
     weights: Annotated[Digest | None, OMIT] = None
     """Digest of these weights; None where the round begins from the start model."""
+    keeps: Annotated[bool | None, OMIT] = None
+    """True if the slices that the executor was assigned ahead (`datasets.DataRequest`) are still assigned to it."""
     reason: str = ""
     """Why the executor will never take part; empty if it does or may still."""
 

@@ -14,9 +14,10 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
-from hypha.accelerate_executor.bridge.client import Bridge
+from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.redaction import Redaction, hide, secrets_of
 from hypha.accelerate_executor.bridge.spans import TRACE_VARIABLE, Spans
 from hypha.accelerate_executor.data.batches import Batches
@@ -112,7 +113,7 @@ def _train(options: argparse.Namespace, started: float) -> None:
     dataset = config.data.dataset if isinstance(config.data, SchedulerReference) else ""
     with Bridge(options.socket, work_dir, timeout) as bridge:
         batches = Batches(
-            lambda count: bridge.fetch(config.data, "slices", count if dataset else None),
+            partial(_fetch_slices, bridge, config),
             config.batch_size,
             config.seed or 0,
             preprocessed_columns(config),
@@ -127,9 +128,8 @@ def _train(options: argparse.Namespace, started: float) -> None:
                 collected_at_end(),
             ):
                 files = thread.submit(_files, bridge, config)
-                if not config.join:  # who joins is assigned samples with its first round
-                    batches.prefetch()
-                # takes seconds; the files arrive meanwhile
+                batches.prefetch()
+                # takes seconds; the files and the first slice arrive meanwhile
                 with spans.span("import torch"):
                     from hypha.accelerate_executor.diloco.loop import LoopTiming, build_loop
 
@@ -148,6 +148,13 @@ def _train(options: argparse.Namespace, started: float) -> None:
 
 def _owner_options(options: argparse.Namespace) -> OwnerOptions:
     return OwnerOptions(frozenset(options.allow_module), options.device_map)
+
+
+def _fetch_slices(bridge: Bridge, config: TrainConfig, count: int) -> list[Fetched]:
+    """Fetch the next slices; `count` and `ahead` are for a scheduler's dataset."""
+    if not isinstance(config.data, SchedulerReference):
+        return bridge.fetch(config.data, "slices")
+    return bridge.fetch(config.data, "slices", count, ahead=bool(config.join) and not bridge.has_joined)
 
 
 def _files(bridge: Bridge, config: TrainConfig) -> ModelFiles:

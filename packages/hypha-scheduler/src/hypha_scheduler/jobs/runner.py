@@ -796,7 +796,7 @@ class JobRunner:
                 unusable = None  # once, if the request has to wait
             found, refusal = self._next_slices(task, request)
             if found:
-                for each in found:
+                for each in () if request.ahead else found:
                     self._record_slice(task, request.dataset, each)
                 if request.most is None:
                     return self._slice_responses.put(peer, request.id, SliceAssigned(**structs.asdict(found[0])))
@@ -835,9 +835,11 @@ class JobRunner:
         found: list[AssignedSlice] = []
 
         def ask() -> WireError | RetryAfter | None:
+            operator = self._running_operator
+            choose = operator.slice_ahead if request.ahead else operator.next_slice
             while len(found) < (request.most or 1):
                 try:
-                    chosen = self._running_operator.next_slice(task, request.dataset, anyio.current_time())
+                    chosen = choose(task, request.dataset, anyio.current_time())
                 except SliceRefusedError as error:
                     return WireError(message=str(error))
                 if chosen is None or isinstance(chosen, RetryAfter):

@@ -491,6 +491,10 @@ class Operator(Protocol):
         """
         return None
 
+    def slice_ahead(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
+        """Return the next samples for a task whose executor is not ready to use them; by default as `next_slice`."""
+        return self.next_slice(task, dataset, now)
+
     def on_slice_unusable(self, task: TaskRef, dataset: str, report: UnusableSlice, now: float) -> Effects:
         """Handle that a task cannot get a slice from any provider; it asks for one in its place next."""
         return ()

@@ -124,8 +124,9 @@ class BridgeBackend:
     async def fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
         """Fetch what a reference names into the work directory."""
         reference = wanted.reference
-        if wanted.count is not None and not isinstance(reference, SchedulerReference):
-            raise bad_request("count: only slices of a scheduler's dataset are fetched several at a time: leave it out")
+        if (wanted.count is not None or wanted.ahead) and not isinstance(reference, SchedulerReference):
+            key, how = ("ahead", "ahead") if wanted.count is None else ("count", "several at a time")
+            raise bad_request(f"{key}: only slices of a scheduler's dataset are fetched {how}: leave it out")
         if isinstance(reference, ResourceReference):
             return await self._fetch_resource(reference.name, wanted.path)
         if self._training is None and isinstance(reference, SchedulerReference):
@@ -133,15 +134,17 @@ class BridgeBackend:
         check_peers(self.context.spec, reference)
         with self._translating_errors():
             async with self.context.storage.transfers:
-                fetched = await self._fetch(with_secrets(self.context.spec, reference), wanted.path, wanted.count)
+                fetched = await self._fetch(with_secrets(self.context.spec, reference), wanted)
         self.context.storage.traffic.received += sum(file.size for file in fetched)
         return fetched
 
-    async def _fetch(self, reference: Reference, path: str, count: int | None) -> Sequence[FetchedFile]:
-        slice_name = None if path or count else FIRST_SLICE
+    async def _fetch(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
+        path = wanted.path
+        slice_name = None if path or wanted.count else FIRST_SLICE
         if isinstance(reference, SchedulerReference) and self._training is not None:
             folder = self._files.make_folder(path or ARTIFACTS)
-            return await self._training.fetch_slices(reference, folder, slice_name, count)
+            count, ahead = wanted.count, bool(wanted.ahead)
+            return await self._training.fetch_slices(reference, folder, slice_name, count, ahead=ahead)
         about = {"hypha.reference": type(reference).__name__}
         with instrumentation.span("fetch", about, parent=self.context.traceparent):
             folder = self._files.make_folder(path or ARTIFACTS)

@@ -130,7 +130,13 @@ class TrainingBridge:
     # ------------------------------------------------------------------------------------------------------------ data
 
     async def fetch_slices(
-        self, reference: SchedulerReference, folder: PurePosixPath, name: str | None, count: int | None
+        self,
+        reference: SchedulerReference,
+        folder: PurePosixPath,
+        name: str | None,
+        count: int | None,
+        *,
+        ahead: bool = False,
     ) -> list[FetchedFile]:
         """Fetch the next slices that the scheduler assigns to the task.
 
@@ -139,6 +145,7 @@ class TrainingBridge:
             folder: of the work directory.
             name: of the file of a single slice; None gives each slice one of its own.
             count: number of slices at most; None means one.
+            ahead: whether the executor will ask with which round it begins before it uses them.
 
         Raises:
             BridgeError: there is none, or it cannot be fetched.
@@ -147,10 +154,12 @@ class TrainingBridge:
             raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{self._data_text()}")
         dataset, context = reference.dataset, self.context
         with instrumentation.span("fetch slices", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
-            fetched = await context.fetcher.fetch_slices(dataset, folder, name, count=count, order=self._assignments)
+            fetched = await context.fetcher.fetch_slices(
+                dataset, folder, name, count=count, ahead=ahead, order=self._assignments
+            )
             indices = [file.metadata["slice"] for file in fetched]
             span.set_attributes({"hypha.slices": indices, "hypha.file.size": sum(file.size for file in fetched)})
-        if self._joins and not self._has_joined:  # it does not ask, and begins with `first_round`
+        if self._joins and not self._has_joined and not ahead:  # it does not ask, and begins with `first_round`
             self.queue.join(self._config.first_round or 1)
         self._prefetched.update(dict.fromkeys(indices))
         _PREFETCHED.set(len(self._prefetched), self._about)
@@ -251,7 +260,7 @@ class TrainingBridge:
         if answer.round is None:
             raise never_joins(f"this executor takes part in no round: {answer.reason[:1000]}")
         self.queue.join(answer.round)
-        return RoundJoined(round=answer.round, weights=answer.weights)
+        return RoundJoined(round=answer.round, weights=answer.weights, keeps=answer.keeps)
 
     async def report(self, progress: TrainingReport) -> ReportAnswer:
         """Report progress to the scheduler; return its answer. Raises `BridgeError`."""

@@ -73,7 +73,12 @@ class AssignedSlices:
     """That of all fetches of the attempt; None states no number of an assignment."""
 
     async def fetch(
-        self, dataset: str, name_file: Callable[[AssignedSlice], PurePosixPath], most: int | None = None
+        self,
+        dataset: str,
+        name_file: Callable[[AssignedSlice], PurePosixPath],
+        most: int | None = None,
+        *,
+        ahead: bool = False,
     ) -> list[FetchedFile]:
         """Fetch the next slices, in the order of their assignment.
 
@@ -81,6 +86,7 @@ class AssignedSlices:
             dataset: name of the dataset.
             name_file: returns where to write a slice, relative to the job's folder.
             most: number of slices to ask for; None means one.
+            ahead: whether the executor is not ready to use them.
 
         Returns:
             At least one slice. One that cannot be fetched is left out if others can.
@@ -98,13 +104,13 @@ class AssignedSlices:
         async def pull(position: int, numbered: _Numbered) -> None:
             try:
                 async with places:
-                    fetched[position] = await self._pull_usable(dataset, numbered, name_file)
+                    fetched[position] = await self._pull_usable(request, numbered, name_file)
             except (BridgeError, OSError) as error:
                 failures.append(error)
             else:
                 _record(fetched[position], anyio.current_time() - started)
 
-        request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), most=most)
+        request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), most=most, ahead=ahead or None)
         assigned = await self._request(request)
         async with anyio.create_task_group() as tasks:
             for position, numbered in enumerate(assigned):
@@ -116,20 +122,20 @@ class AssignedSlices:
         return [fetched[position] for position in sorted(fetched)]
 
     async def _pull_usable(
-        self, dataset: str, numbered: _Numbered, name_file: Callable[[AssignedSlice], PurePosixPath]
+        self, first: DataRequest, numbered: _Numbered, name_file: Callable[[AssignedSlice], PurePosixPath]
     ) -> FetchedFile:
         """Pull an assigned slice, or the one that the scheduler assigns in the place of one that cannot be used."""
         detail = ""
         for attempt in range(1 + retries.UNUSABLE_SLICE.times):
             try:
-                return await self._pull(dataset, *numbered, name_file(numbered[0]))
+                return await self._pull(first.dataset, *numbered, name_file(numbered[0]))
             except UnusableFileError as error:
                 unusable, detail = _unusable_slice(numbered[0], error), error.detail
             _UNUSABLE.add(1)
             if attempt < retries.UNUSABLE_SLICE.times:
                 _log.warning("slice %s; asking the scheduler for another one", detail)
-                request = DataRequest(self.attempt, dataset, id=uuid.uuid4(), unusable=unusable)
-                [numbered] = await self._request(request)
+                another = replace(first, id=uuid.uuid4(), most=None, unusable=unusable)
+                [numbered] = await self._request(another)
         raise peer_failed(f"{1 + retries.UNUSABLE_SLICE.times} slices in a row cannot be used; the last: {detail}")
 
     async def _request(self, request: DataRequest) -> list[_Numbered]:

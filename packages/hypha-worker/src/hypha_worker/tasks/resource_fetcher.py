@@ -170,6 +170,7 @@ class ResourceFetcher:
         name: str | None = None,
         *,
         count: int | None = None,
+        ahead: bool = False,
         timeout: float = 10.0,
         order: AssignmentOrder | None = None,
     ) -> list[FetchedFile]:
@@ -180,6 +181,7 @@ class ResourceFetcher:
             folder: of the work directory.
             name: of the file of a single slice; None gives each slice one of its own.
             count: number of slices at most; None means one.
+            ahead: whether the executor is not ready to use them.
             timeout: seconds that one request to the scheduler may take.
             order: that of all fetches of the task, if the executor is to know it.
 
@@ -191,7 +193,7 @@ class ResourceFetcher:
             return folder / (name or slice_file_name(dataset, assigned, next(self._slice_numbers)))
 
         slices = AssignedSlices(self.attempt, self.files, self.contact, timeout, order)
-        return await slices.fetch(dataset, target, count)
+        return await slices.fetch(dataset, target, count, ahead=ahead)
 
     async def _pull(self, peers: Sequence[PeerId], address: SliceAddress, target: PurePosixPath) -> FetchedFile:
         self.storage.files.make_folder(str(target.parent))

@@ -136,6 +136,8 @@ class Bridge:
         self._idle: list[_Connection] = []
         """Connections that no request uses."""
         self._is_closed = False
+        self.has_joined = False
+        """Whether `join` was answered with a round."""
 
     def __enter__(self) -> Bridge:
         return self
@@ -176,19 +178,24 @@ class Bridge:
             if not is_kept:
                 connection.close()
 
-    def fetch(self, reference: AnyReference, out_dir: str, count: int | None = None) -> list[Fetched]:
+    def fetch(
+        self, reference: AnyReference, out_dir: str, count: int | None = None, *, ahead: bool = False
+    ) -> list[Fetched]:
         """Fetch the files of `reference` into `out_dir`; of a dataset, or a resource of slices, the next slice.
 
         Args:
             reference: what to fetch.
             out_dir: folder of the work directory.
             count: number of slices of the scheduler's dataset to fetch at most; None for one, and for other references.
+            ahead: whether these slices are used after `join`.
 
         Raises:
             NoMoreData: the scheduler has no further slice.
             BridgeClosed, BridgeTimeout, BridgeRefused: the worker closed, did not answer, or answered with an error.
         """
-        body = to_plain(AnyReference, reference) | {"out_dir": out_dir} | ({} if count is None else {"count": count})
+        asked = {"count": count, "ahead": ahead or None}
+        given = {key: value for key, value in asked.items() if value is not None}
+        body = to_plain(AnyReference, reference) | {"out_dir": out_dir} | given
         answer = self._json("fetch", self._post_with_retry(routes.FETCH, body))
         if not isinstance(answer, list):
             raise BridgeRefused("fetch", 200, "malformed-answer", "not a list of files")
@@ -206,6 +213,7 @@ class Bridge:
         except NoMoreData as end:
             raise NotTakingPart(str(end)) from None
         joined: routes.RoundJoined = _decoded("join", routes.RoundJoined, answer)
+        self.has_joined = True
         return joined
 
     def send(

@@ -150,8 +150,7 @@ class TrainingLoop:
                 self._weights.fetch(self._countdown.round - 1)
 
     def _ask_for_round(self) -> RoundJoined:
-        """Ask for the round to begin with, after giving up the samples that were assigned."""
-        self._batches.drop()
+        """Ask for the round to begin with."""
         self._reporter.drop()
         self._spans.flush()
         with self._spans.span("wait for round"):
@@ -163,16 +162,18 @@ class TrainingLoop:
         self._reset()
         self._trained, self._refused = False, 0
         with self._spans.span("fetch weights"):
-            number = self._load_weights(joined)
-        logger.info("joined at round %d", number)
-        self._countdown = RoundCountdown(number)
+            joined = self._load_weights(joined)
+        if not joined.keeps:
+            self._batches.drop()
+        logger.info("joined at round %d", joined.round)
+        self._countdown = RoundCountdown(joined.round)
         self._batches.prefetch()
 
-    def _load_weights(self, joined: RoundJoined) -> int:
-        """Load the weights of the round to join, or of a later one if the job goes on meanwhile; return its number."""
+    def _load_weights(self, joined: RoundJoined) -> RoundJoined:
+        """Load the weights of the round to join, or of a later one if the job goes on meanwhile; return which."""
         for _ in range(MAX_BEHIND):
             if self._weights.begin_from(joined.round - 1, joined.weights):
-                return joined.round
+                return joined
             joined = self._bridge.join()
         raise ModelError(f"the job went on {MAX_BEHIND} times while the weights of a round were fetched")
 
@@ -196,6 +197,7 @@ class TrainingLoop:
                         return
             except RoundWentOn as closed:
                 logger.warning("round %d goes on without this update: %s", current.number, closed)
+                self._batches.drop()
                 self._enter(self._ask_for_round())
                 continue
             self._evaluation.prepare(current.number)

@@ -24,7 +24,7 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.diloco import training_state
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import member_event, replaced_event
-from hypha_scheduler.strategies.diloco.records import JoinedRecord, LeftRecord, write_record
+from hypha_scheduler.strategies.diloco.records import JoinedRecord, LeftRecord, assigned_record, write_record
 from hypha_scheduler.strategies.diloco.retries import FailJob, Replace, Restart, describe
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
 from hypha_scheduler.strategies.diloco.specs import TRAIN
@@ -55,6 +55,8 @@ class Membership:
     start_ready: Callable[[], Effects]
     """Starts the tasks whose inputs exist."""
     avoidance: Avoidance
+    dataset: str
+    """Name of the job's dataset."""
     draining: set[uuid.UUID] = field(default_factory=set)
     """Leases of workers that end when their tasks have ended."""
     _stopped: set[uuid.UUID] = field(default_factory=set)
@@ -87,7 +89,10 @@ class Membership:
         return (*effects, *running.worker_list.set(running.workers), *self.start_ready())
 
     def join(self, source: TaskRef, question: JoinRound, now: float) -> tuple[RoundToJoin | RetryAfter, Effects]:
-        """Answer with which round a worker begins, once the parameter server knows it and the weights are there."""
+        """Answer with which round a worker begins, once the parameter server knows it and the weights are there.
+
+        The first ones begin together.
+        """
         running, peer = self.running, source.lease.peer
         if running.workers.get(peer) != source.lease.id:
             return RoundToJoin(reason="the job goes on without this worker"), ()
@@ -95,6 +100,8 @@ class Membership:
             return RetryAfter(_ASK_AGAIN), ()
         if peer not in running.worker_list.known:
             return RetryAfter(_ASK_AGAIN), running.worker_list.send()
+        if (seconds := running.barrier.remaining(peer, now)) > 0:
+            return RetryAfter(seconds), ()
         answer, effects = running.training.join_round(peer, self.commits.weights, now)
         is_answer = answer.round is not None or answer.reason
         return answer if is_answer else RetryAfter(_ASK_AGAIN), self.translate(effects)
@@ -108,7 +115,8 @@ class Membership:
         event = member_event("worker_joined", "its executor is ready", **fields)
         if not self.running.training.rounds.joins(peer):
             return (event,)
-        return (write_record(JoinedRecord(worker=peer, member=slot.member, round=number)), event)
+        ahead = (assigned_record(peer, self.dataset, span) for span in self.running.training.slices.held_by(peer))
+        return (write_record(JoinedRecord(worker=peer, member=slot.member, round=number)), *ahead, event)
 
     # -------------------------------------------------------------------------------------------------- workers that go
 

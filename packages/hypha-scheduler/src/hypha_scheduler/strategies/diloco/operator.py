@@ -191,7 +191,13 @@ class DilocoOperator(Operator):
     def _begin(self, running: RunningJob) -> RunningJob:
         rounds = self._job.rounds.update_rounds
         self._membership = Membership(
-            running, self._commits, rounds, self._translate, self._start_ready, self._avoidance
+            running,
+            self._commits,
+            rounds,
+            self._translate,
+            self._start_ready,
+            self._avoidance,
+            self._data.dataset.name,
         )
         self._handover = ServerHandover(
             self._builder,
@@ -356,16 +362,25 @@ class DilocoOperator(Operator):
 
     def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
         """Assign the next slice to a member; the first ones wait until all workers are there."""
+        return self._assign(task, dataset, now)
+
+    def slice_ahead(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
+        """Assign the next slice to a member that joins a round later; `Membership.joined` records it."""
+        return self._assign(task, dataset, now, ahead=True)
+
+    def _assign(
+        self, task: TaskRef, dataset: str, now: float, *, ahead: bool = False
+    ) -> SliceToUse | RetryAfter | None:
         running = self._running
         if running is None or dataset != self._data.dataset.name or task.lease.role != TRAIN:
             return None
         peer = task.lease.peer
         if peer not in running.training.rounds.members:
             return None
-        if (seconds := running.barrier.remaining(peer, now)) > 0:
+        if not ahead and (seconds := running.barrier.remaining(peer, now)) > 0:
             return RetryAfter(seconds)
         try:
-            span = running.training.slice_for(peer, now)
+            span = running.training.slice_for(peer, now, ahead=ahead)
         except (LedgerFullError, NoUsableSliceError, NotJoinedError) as error:
             raise SliceRefusedError(str(error)) from None
         if span is None:

@@ -5,7 +5,7 @@
                  of an earlier one is assigned
     joined       a worker has its member number, or begins with a round; what it was assigned before goes back
     left         a worker is none any more
-    assigned     samples were handed out to a worker
+    assigned     samples were handed out to a worker; those that it got before its first round, when it begins with it
     contributed  a worker has stated its update of a round, or is known to send one
     refused      an update does not count, of which there may be a few for each worker
     announced    the parameter server is told the members of a round
@@ -229,6 +229,15 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 def write_record(record: msgspec.Struct) -> WriteJournal:
     """Return the effect that writes a record."""
     return WriteJournal(_NAMES[type(record)], msgspec.to_builtins(record, enc_hook=str))
+
+
+def assigned_record(worker: PeerId, dataset: str, span: SampleSpan) -> WriteJournal:
+    """Record samples that were handed out to a worker."""
+    end = None if span.end == ALL else span.end
+    given = AssignedRecord(
+        worker=worker, dataset=dataset, epoch=span.epoch, slice=span.index, first=span.first, end=end
+    )
+    return write_record(given)
 
 
 def contributed_record(update: MemberUpdate) -> WriteJournal:

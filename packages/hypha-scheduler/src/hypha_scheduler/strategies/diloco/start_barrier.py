@@ -1,4 +1,4 @@
-"""Start barrier: delays the first slices until all workers of a job have requested one, so that they start together.
+"""Start barrier: delays the first workers of a job until all are ready, so that they start together.
 
 Pure; called by `operator`.
 """
@@ -14,7 +14,7 @@ from hypha_proto.ids import PeerId
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT: Final = 5.0
-"""Maximum time in seconds for which the first slices are delayed."""
+"""Maximum time in seconds for which the first workers are delayed."""
 
 
 @dataclass(slots=True)

@@ -103,17 +103,22 @@ class TrainingState:
     _releasing: dict[PeerId, int] = field(default_factory=dict)
     """Lost workers with the announced round in which their updates may still count: what they hold is not free yet."""
 
-    def slice_for(self, peer: PeerId, now: float) -> SampleSpan | None:
+    def slice_for(self, peer: PeerId, now: float, *, ahead: bool = False) -> SampleSpan | None:
         """Assign the next samples to a worker; None if the peer is not (or no longer) a member.
 
+        Args:
+            peer: the worker.
+            now: time of the request.
+            ahead: whether its executor is not ready, and asks with which round it begins before it uses them.
+
         Raises:
-            NotJoinedError: the worker has not joined a round.
+            NotJoinedError: the worker has not joined a round, and does not ask ahead.
             LedgerFullError: the worker holds too many unused slices.
             NoUsableSliceError: every slice was set aside.
         """
         if peer not in self.rounds.members:
             return None
-        if self.rounds.is_preparing(peer) and not self.rounds.join_at_once(peer, now):
+        if self.rounds.is_preparing(peer) and not ahead and not self.rounds.join_at_once(peer, now):
             raise NotJoinedError("this worker has to ask first with which round it begins")
         self.rounds.training_began(peer, now)
         return self.slices.assign(peer, whole=peer not in self.honours_ranges)
@@ -421,6 +426,8 @@ class TrainingState:
     def join_round(self, peer: PeerId, weights: str | None, now: float) -> tuple[RoundToJoin, tuple[Effect, ...]]:
         """Answer with which round a worker begins; what it has trained and not stated goes back.
 
+        What it was assigned ahead of its first round stays assigned.
+
         Args:
             peer: the worker.
             weights: digest of the committed weights; None before the first commit.
@@ -431,12 +438,14 @@ class TrainingState:
         if self.rounds.is_complete:
             self.told_done.add(peer)
             return RoundToJoin(reason="the last round of the job is closed"), ()
-        if not self.rounds.may_begin(peer):
+        if not (self.rounds.is_preparing(peer) or self.rounds.may_begin(peer)):
             self.slices.give_back(peer)
         # an update that it stated before it was lost may count in the open round still
         number, effects = self.rounds.join(peer, now, waits=peer in self._releasing)
-        answer = RoundToJoin() if number is None else RoundToJoin(round=number, weights=weights)
-        return answer, effects
+        if number is None:
+            return RoundToJoin(), effects
+        keeps = bool(self.slices.held_by(peer)) or None
+        return RoundToJoin(round=number, weights=weights, keeps=keeps), effects
 
     def executor_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Go on without an executor that is to be started again; what it has trained and not stated goes back."""
