@@ -455,7 +455,7 @@ class Training(Process):
                 found = (operator.slice_ahead if ahead else operator.next_slice)(task, DATASET, scheduler.now)
             except SliceRefusedError:
                 return None
-            if isinstance(found, SliceToUse) and not ahead:
+            if isinstance(found, SliceToUse):
                 fields = {"epoch": found.epoch, "slice": found.index, "first": found.first, "end": found.end}
                 scheduler.write("assigned", {"worker": str(self.peer), "dataset": DATASET, **fields})
                 scheduler.tell(tuple)

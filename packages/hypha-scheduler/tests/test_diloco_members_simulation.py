@@ -172,8 +172,9 @@ class Misfortunes:
         self._later(node.network, 40.0, node.come_back)
 
     def _stop(self, process: Process) -> None:
+        """Stop a process for less than `LONGEST_ROUND`: before its first batch nobody knows how long that takes."""
         process.stop()
-        self._later(process.network, 60.0, process.resume)
+        self._later(process.network, 40.0, process.resume)
 
     def _cut_off(self, node: Node) -> None:
         def heal() -> None:

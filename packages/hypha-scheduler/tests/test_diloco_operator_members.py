@@ -66,7 +66,7 @@ def test_the_first_workers_begin_when_all_of_them_are_ready() -> None:
     assert [job.join(peer).round for peer in (B, A)] == [1, 1]
 
 
-def test_samples_that_were_assigned_ahead_are_recorded_when_their_worker_joins(job: Job) -> None:
+def test_samples_that_were_assigned_ahead_are_recorded_again_when_their_worker_joins(job: Job) -> None:
     job.acquire(D)
     found = job.operator.slice_ahead(job.leases[D], DATASET, job.now)
     assert isinstance(found, SliceToUse)

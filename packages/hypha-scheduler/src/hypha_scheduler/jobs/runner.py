@@ -796,7 +796,7 @@ class JobRunner:
                 unusable = None  # once, if the request has to wait
             found, refusal = self._next_slices(task, request)
             if found:
-                for each in () if request.ahead else found:
+                for each in found:
                     self._record_slice(task, request.dataset, each)
                 if request.most is None:
                     return self._slice_responses.put(peer, request.id, SliceAssigned(**structs.asdict(found[0])))

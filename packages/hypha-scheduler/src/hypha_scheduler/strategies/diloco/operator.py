@@ -365,7 +365,7 @@ class DilocoOperator(Operator):
         return self._assign(task, dataset, now)
 
     def slice_ahead(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
-        """Assign the next slice to a member that joins a round later; `Membership.joined` records it."""
+        """Assign the next slice to a member that joins a round later."""
         return self._assign(task, dataset, now, ahead=True)
 
     def _assign(

@@ -5,7 +5,7 @@
                  of an earlier one is assigned
     joined       a worker has its member number, or begins with a round; what it was assigned before goes back
     left         a worker is none any more
-    assigned     samples were handed out to a worker; those that it got before its first round, when it begins with it
+    assigned     samples were handed out to a worker; again when it begins with a round and keeps them
     contributed  a worker has stated its update of a round, or is known to send one
     refused      an update does not count, of which there may be a few for each worker
     announced    the parameter server is told the members of a round

@@ -118,9 +118,10 @@ class TrainingState:
         """
         if peer not in self.rounds.members:
             return None
-        if self.rounds.is_preparing(peer) and not ahead and not self.rounds.join_at_once(peer, now):
-            raise NotJoinedError("this worker has to ask first with which round it begins")
-        self.rounds.training_began(peer, now)
+        if not ahead:
+            if self.rounds.is_preparing(peer) and not self.rounds.join_at_once(peer, now):
+                raise NotJoinedError("this worker has to ask first with which round it begins")
+            self.rounds.training_began(peer, now)
         return self.slices.assign(peer, whole=peer not in self.honours_ranges)
 
     def slice_unusable(self, peer: PeerId, report: UnusableSlice) -> bool:
@@ -444,8 +445,10 @@ class TrainingState:
         number, effects = self.rounds.join(peer, now, waits=peer in self._releasing)
         if number is None:
             return RoundToJoin(), effects
-        keeps = bool(self.slices.held_by(peer)) or None
-        return RoundToJoin(round=number, weights=weights, keeps=keeps), effects
+        if not self.slices.held_by(peer):
+            return RoundToJoin(round=number, weights=weights), effects
+        self.rounds.training_began(peer, now)
+        return RoundToJoin(round=number, weights=weights, keeps=True), effects
 
     def executor_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Go on without an executor that is to be started again; what it has trained and not stated goes back."""
