@@ -51,7 +51,8 @@ from hypha_proto.bridge_api import MEMORY_VARIABLE, RoundJoined
 from hypha_proto.codec import to_json
 from hypha_proto.contributions import Contribution
 from hypha_proto.datasets import Manifest, SliceEntry
-from hypha_proto.global_model import GlobalModel, digest_directory, digest_file
+from hypha_proto.file_digests import digest_directory, digest_file
+from hypha_proto.global_model import GlobalModel
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference, TrainConfig, UriReference
 from hypha_proto.outer_step import outer_step

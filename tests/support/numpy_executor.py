@@ -34,7 +34,7 @@ from hypha.accelerate_executor.modeling.hf import model_directory
 from hypha.accelerate_executor.training import read_settings
 from hypha_proto.bridge_api import RoundJoined
 from hypha_proto.contributions import OPTIMIZER_RESET, Contribution
-from hypha_proto.global_model import digest_file
+from hypha_proto.file_digests import digest_file
 from hypha_proto.job_spec import TrainConfig
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.training_reports import BatchDone, Done, RoundMetrics, SendingUpdate, UpdateMerged

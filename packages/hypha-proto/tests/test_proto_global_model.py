@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hypha_proto.errors import TensorFileError
-from hypha_proto.global_model import MOMENTUM, STATE, WEIGHTS, GlobalModel, digest_directory, digest_file
+from hypha_proto.file_digests import digest_directory, digest_file
+from hypha_proto.global_model import MOMENTUM, STATE, WEIGHTS, GlobalModel
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.safetensors_io import (

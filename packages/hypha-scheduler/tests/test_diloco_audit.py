@@ -15,14 +15,13 @@ from click.testing import CliRunner
 from support.diloco_simulation import PEERS, START, FakeDataset, Job, digest_of, job_table
 
 from hypha_net.testing import simulate
-from hypha_proto.global_model import digest_directory
+from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 from hypha_scheduler.audit import NoAuditError
 from hypha_scheduler.audit import weights as audit_weights
 from hypha_scheduler.audit.diloco import DilocoFindings, audit
-from hypha_scheduler.audit.job_directory import digest_of as file_digest
 from hypha_scheduler.audit.weights import compute_weights
 from hypha_scheduler.cli import main
 from hypha_scheduler.strategies.diloco.restore import restore
@@ -64,13 +63,13 @@ def played() -> Records:
 def write_job(directory: Path, records: Records) -> Path:
     """Write the files of a job with this journal, which keeps its outer updates."""
     slices = [{"file": f"{number}.safetensors", "samples": size} for number, size in enumerate(SIZES)]
-    manifest = json.dumps({"slices": slices}).encode()
-    (directory / "manifest.json").write_bytes(manifest)
+    manifest = directory / "manifest.json"
+    manifest.write_text(json.dumps({"slices": slices}))
     records[0]["job"]["rounds"] = {"keep_updates": True}
     weights = write_start_model(directory / "start-model")
     for record in records:
         if record["record"] == "began":
-            record |= {"manifest": file_digest(manifest), "model": digest_directory(directory / "start-model")}
+            record |= {"manifest": digest_file(manifest), "model": digest_directory(directory / "start-model")}
     write_rounds(directory, records, weights)
     save(directory, records)
     return directory
@@ -95,7 +94,7 @@ def write_rounds(directory: Path, records: Records, weights: Weights) -> None:
         added = {"w": np.full((2, 3), 0.1, np.float32), "n": np.array(record["round"], np.float32)}
         about = UpdateMetadata(round=record["round"], statistics=frozenset({"n"}))
         write_update(path, {"w": (2, 3), "n": ()}, added.items(), about)
-        digests[record["update"]] = file_digest(path.read_bytes())
+        digests[record["update"]] = digest_file(path)
         digests.setdefault(record["weights_before"], digest_weights(weights.items()))
         weights = {"w": weights["w"] + added["w"], "n": weights["n"] + record["round"]}
         digests[record["weights"]] = digest_weights(weights.items())
@@ -323,7 +322,7 @@ def change_update(directory: Path, records: Records, number: int, added: float) 
     values = {"w": np.full((2, 3), added, np.float32), "n": np.array(number, np.float32)}
     about = UpdateMetadata(round=number, statistics=frozenset({"n"}))
     write_update(path, {"w": (2, 3), "n": ()}, values.items(), about)
-    rounds_of(records)[number - 1]["update"] = file_digest(path.read_bytes())
+    rounds_of(records)[number - 1]["update"] = digest_file(path)
     save(directory, records)
 
 
@@ -345,7 +344,7 @@ def test_an_update_of_another_model_is_named(tmp_path: Path, records: Records) -
     write_job(tmp_path, records)
     path = tmp_path / "updates" / "round-3.safetensors"
     write_update(path, {"w": (2, 3)}, [("w", np.ones((2, 3), np.float32))], UpdateMetadata(round=3))
-    rounds_of(records)[2]["update"] = file_digest(path.read_bytes())
+    rounds_of(records)[2]["update"] = digest_file(path)
     save(tmp_path, records)
     [fault] = audit(tmp_path).faults
     assert "the weights cannot be computed again: round-3.safetensors: it does not hold the tensors of round-1" in fault

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from support.waiting import run
 
-from hypha_proto.global_model import MOMENTUM, WEIGHTS, GlobalModel, digest_directory, digest_file
+from hypha_proto.file_digests import digest_directory, digest_file
+from hypha_proto.global_model import MOMENTUM, WEIGHTS, GlobalModel
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.safetensors_io import Array, Float32Array, TensorFile, TensorFileWriter, TensorInfo, from_float
 from hypha_proto.update_file import UpdateMetadata, write_update

@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import blake3
 import numpy as np
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.file_digests import digest_file
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.model_listing import weights_of
 from hypha_proto.outer_momentum import derive_momentum
@@ -233,28 +233,6 @@ def write_shards(start_dir: Path, weights: TensorFile | None, target: Path) -> N
     for path in weights_of(start_dir):
         with TensorFile(path) as shard:
             _write_shard(shard, weights, target / path.name)
-
-
-def digest_file(path: Path) -> str:
-    """Return the digest of a file as ``blake3:<64 hex digits>``.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    return f"blake3:{blake3.blake3().update_mmap(path).hexdigest()}"
-
-
-def digest_directory(folder: Path) -> str:
-    """Return the digest of a directory: of one line ``NAME DIGEST`` for each file, in the order of names.
-
-    NAME is the path inside the directory with ``/``. For the start model of a job.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    lines = "".join(f"{name} {digest_file(folder / name)}\n" for name in names)
-    return f"blake3:{blake3.blake3(lines.encode()).hexdigest()}"
 
 
 def _shapes(file: TensorFile) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hypha_proto.errors import TensorFileError
+from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
@@ -312,8 +313,6 @@ def _audit_uses(journal: _Journal) -> None:
 
 def _audit_start_model(directory: Path, records: Sequence[Mapping[str, Any]], findings: DilocoFindings) -> None:
     """Compare the start model with the one that the job began with."""
-    from hypha_proto.global_model import digest_directory  # imported late: numpy takes 0.1 s
-
     began, folder = _find_began(records), directory / START_MODEL
     if began is None:
         return
@@ -355,8 +354,6 @@ def _audit_updates(
     directory: Path, rounds: Sequence[_RoundDigests], findings: DilocoFindings
 ) -> list[tuple[_RoundDigests, Path]]:
     """Compare the outer updates that the job has kept with the record; return the first rounds that have theirs."""
-    from hypha_proto.global_model import digest_file  # imported late: numpy takes 0.1 s
-
     found: list[tuple[_RoundDigests, Path]] = []
     for each in rounds:
         path = _find_update(directory / "updates", each, is_last=each is rounds[-1])
@@ -372,8 +369,6 @@ def _audit_updates(
 
 def _find_update(folder: Path, recorded: _RoundDigests, *, is_last: bool) -> Path:
     """Return the file of a round's outer update, which need not exist; the scheduler renames it after the record."""
-    from hypha_proto.global_model import digest_file
-
     kept = folder / f"round-{recorded.round}.safetensors"
     if kept.exists() or not is_last:
         return kept

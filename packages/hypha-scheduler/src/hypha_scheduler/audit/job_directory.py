@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_proto.datasets import MANIFEST
+from hypha_proto.file_digests import digest_file
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 
@@ -56,17 +56,10 @@ def read_samples(directory: Path, digest: object, findings: Findings) -> dict[in
     """
     path = directory / MANIFEST
     text = path.read_bytes()
-    if (found := digest_of(text)) != digest:
+    if (found := digest_file(path)) != digest:
         findings.add(f"{path}: the digest is {found}, and the journal has {digest}")
     try:
         return {index: int(entry["samples"]) for index, entry in enumerate(json.loads(text)["slices"])}
     except (ValueError, TypeError, KeyError) as error:
         findings.add(f"{path}: it is malformed: {error!r}")
         return {}
-
-
-def digest_of(text: bytes) -> str:
-    """Return the digest of the content of a file."""
-    content = ContentVerifier(None, None)
-    content.update(memoryview(text))
-    return content.verify(len(text))

@@ -43,7 +43,7 @@ from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import Setup, build_setup
 from hypha_proto.bridge_api import RoundJoined
 from hypha_proto.contributions import OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution
-from hypha_proto.global_model import digest_file
+from hypha_proto.file_digests import digest_file
 from hypha_proto.job_spec import PeersReference, Reference, TrainConfig
 from hypha_proto.training_reports import MICRO_BATCH, Done, RoundMetrics, SendingUpdate, UpdateMerged
 

@@ -21,7 +21,7 @@ import numpy as np
 from hypha.accelerate_executor.diloco.round_seed import round_seed
 from hypha.accelerate_executor.errors import ExecutorError
 from hypha_proto.contributions import Contribution
-from hypha_proto.global_model import digest_file
+from hypha_proto.file_digests import digest_file
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov, TrainConfig
 from hypha_proto.outer_momentum import derive_momentum

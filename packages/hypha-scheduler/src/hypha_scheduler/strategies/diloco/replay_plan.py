@@ -19,6 +19,7 @@ from hypha_proto.codec import from_json
 from hypha_proto.contributions import OPTIMIZER_RESET, Contribution, SampleRange
 from hypha_proto.datasets import MANIFEST, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import TrainConfig, UriReference
 from hypha_proto.replay_plan import FORMAT, RecordedRound, RecordedUpdate, ReplayPlan, Run, SliceFile
@@ -269,8 +270,6 @@ def _train(job_id: uuid.UUID, job: DilocoJobConfig, term: _Term, batch_size: int
 
 
 def _check_model(directory: Path, began: BeganRecord) -> None:
-    from hypha_proto.global_model import digest_directory  # imported late: numpy takes 0.1 s
-
     folder = directory / START_MODEL
     if not folder.is_dir():
         raise JobFailedError(f"{folder}: the start model is missing; put it back as it was")
@@ -281,8 +280,6 @@ def _check_model(directory: Path, began: BeganRecord) -> None:
 
 
 def _manifest(directory: Path, began: BeganRecord) -> Manifest:
-    from hypha_proto.global_model import digest_file
-
     path = directory / MANIFEST
     if began.manifest is None:
         raise JobFailedError(
@@ -313,8 +310,6 @@ def _slices(manifest: Manifest, rounds: Iterable[RecordedRound], data: Path | No
 
 
 def _slice(data: Path, index: int, entry: SliceEntry, dataset: str) -> SliceFile:
-    from hypha_proto.global_model import digest_file
-
     path = data / entry.file
     if not path.is_file():
         raise JobFailedError(f"--data {data}: slice {index} of dataset {dataset!r} is missing: {entry.file}")
@@ -335,7 +330,6 @@ def _ranges(rounds: Iterable[RecordedRound]) -> Iterator[SampleRange]:
 
 def _kept(directory: Path, recorded: RecordedRound) -> str | None:
     """Return the file of a round's outer update if the job has kept it."""
-    from hypha_proto.global_model import digest_file
     from hypha_proto.update_file import open_update
 
     path = directory / UPDATES / f"round-{recorded.round}.safetensors"

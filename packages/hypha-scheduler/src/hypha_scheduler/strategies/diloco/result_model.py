@@ -24,6 +24,7 @@ import anyio.to_thread
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.file_digests import digest_file
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.model_listing import CONFIG
 from hypha_proto.whole_directory import replace_directory, sync
@@ -294,8 +295,6 @@ class ResultModel:
 
     def _restore_updates(self, round_number: int, digest: str | None) -> None:
         """Delete outer updates that are not kept, and complete what `commit` does with the last one."""
-        from hypha_proto.global_model import digest_file  # imported late: numpy takes 0.1 s
-
         for path in sorted((self.directory / UPDATES).glob("*")):
             match = _UPDATE_NAME.fullmatch(path.name)
             if self.keep_updates and match and match[2] is None and int(match[1]) <= round_number:

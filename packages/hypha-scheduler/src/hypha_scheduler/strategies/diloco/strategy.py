@@ -14,6 +14,7 @@ import anyio.to_thread
 from hypha_proto.batch_reports import REPORT_BATCHES, BatchesCounted
 from hypha_proto.contributions import AWAIT_COMMIT, STATE_CONTRIBUTION, CommitStatus, ContributionKnown
 from hypha_proto.datasets import MANIFEST
+from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.job_membership import JOIN_ROUND, RoundToJoin
 from hypha_proto.replay_plan import ReplayPlan
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
@@ -104,7 +105,7 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
         evaluation = await context.open_dataset(
             job.dataset.evaluation, timeout=timeout, manifest="evaluation-manifest.json"
         )
-    digest = await anyio.to_thread.run_sync(_model_digest, result)
+    digest = await anyio.to_thread.run_sync(digest_directory, result.start_dir)
     data = TrainingData(
         dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation, manifest,
         digest, partial(_prove, context.directory),
@@ -151,15 +152,7 @@ async def _prove(directory: Path) -> None:
 
 
 def _file_digest(path: Path) -> str | None:
-    from hypha_proto.global_model import digest_file  # imported late: numpy takes 0.1 s
-
     return digest_file(path) if path.exists() else None
-
-
-def _model_digest(result: ResultModel) -> str:
-    from hypha_proto.global_model import digest_directory
-
-    return digest_directory(result.start_dir)
 
 
 def _check_unchanged(builder: JobBuilder) -> None:

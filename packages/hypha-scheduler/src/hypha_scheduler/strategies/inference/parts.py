@@ -20,16 +20,16 @@ from typing import Final
 import anyio.to_thread
 
 from hypha_net.errors import TransferRefusedError
-from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import JSONL, MANIFEST, Manifest, SliceEntry
+from hypha_proto.file_digests import digest_file
+from hypha_proto.whole_directory import replace_file
 from hypha_scheduler.errors import JobFailedError, files_unusable
 from hypha_scheduler.jobs.artifacts import sync_to_disk
 from hypha_scheduler.strategies.inference.part_check import InvalidPartError, PartCounts, check_part
 
 RESULTS: Final = "results"
 INCOMING: Final = "incoming"
-_BLOCK: Final = 1 << 20
 _PART_NAME: Final = re.compile(r"part-(0|[1-9][0-9]{0,9})\.jsonl")
 
 
@@ -156,7 +156,7 @@ class PartFiles:
             path = self.incoming / part.file
         if not path.is_file():
             return f"the part of slice {part.index} is missing: {self.results / part_name(part.index)}"
-        if (found := digest_of(path)) != part.digest:
+        if (found := digest_file(path)) != part.digest:
             return f"{path}: the content is {found}, and the journal has {part.digest}"
         return None
 
@@ -177,12 +177,7 @@ class PartFiles:
             for part in sorted(parts, key=lambda part: part.index)
         )
         manifest = Manifest(dataset=dataset, slices=entries, format=JSONL, columns=dict(columns))
-        target = self.results / MANIFEST
-        temporary = self.incoming / MANIFEST
-        temporary.write_bytes(to_json(Manifest, manifest))
-        sync_to_disk(temporary)
-        os.replace(temporary, target)
-        sync_to_disk(self.results)
+        replace_file(self.results / MANIFEST, to_json(Manifest, manifest))
 
     async def remove_incoming(self) -> None:
         """Remove the directory of incoming parts, of which none counts any more."""
@@ -197,16 +192,6 @@ def raise_faults(directory: Path, faults: Sequence[str]) -> None:
     """
     if faults:
         raise JobFailedError("\n".join([f"{directory}: the job's files are not as its journal says:", *faults]))
-
-
-def digest_of(path: Path) -> str:
-    """Return the digest of a file, ``blake3:…``."""
-    content, size = ContentVerifier(None, None), 0
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            content.update(memoryview(block))
-            size += len(block)
-    return content.verify(size)
 
 
 def _names(directory: Path) -> list[str]:

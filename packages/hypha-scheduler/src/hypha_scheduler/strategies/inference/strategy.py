@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from hypha_proto.codec import from_json
 from hypha_proto.datasets import MANIFEST, Manifest
+from hypha_proto.file_digests import digest_file
 from hypha_scheduler.audit.inference import audit
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import Artifact
@@ -23,7 +24,7 @@ from hypha_scheduler.jobs.config import ModelTable
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.operator import InferenceData, InferenceOperator
-from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, digest_of, raise_faults
+from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, raise_faults
 from hypha_scheduler.strategies.inference.restore import (
     JobIdentity,
     RestoredInference,
@@ -87,7 +88,7 @@ async def _open_sources(
         preprocessor = await context.prepare_artifact(job.preprocessor, "preprocessor", scratch / "preprocessor")
     identity = JobIdentity(
         dataset=dataset.name,
-        manifest=await anyio.to_thread.run_sync(digest_of, manifest),
+        manifest=await anyio.to_thread.run_sync(digest_file, manifest),
         slices=len(dataset.samples),
         model=describe_artifact(model),
         preprocessor=None if preprocessor is None else describe_artifact(preprocessor),
