@@ -8,7 +8,7 @@ Used by the worker's bridge (server) and by executors (client).
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -140,6 +140,7 @@ class Transfer(Message, frozen=True):
     """True for slices that the executor uses after it has asked with which round it begins."""
 
 
+_Body = TypeVar("_Body")
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Text = Annotated[str, msgspec.Meta(max_length=300)]
 _Milliseconds = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -189,16 +190,20 @@ class ProgressUpdateAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds until it is ended, while it drains."""
 
 
+def _read(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise DecodeError(str(error)) from None
+
+
 def read_progress_update(body: bytes) -> ProgressUpdate:
     """Decode and validate the body of ``/task/update``.
 
     Raises:
         DecodeError: the body is malformed or exceeds a limit; the message says where.
     """
-    try:
-        update = msgspec.json.decode(body, type=ProgressUpdate)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise DecodeError(str(error)) from None
+    update = _read(body, ProgressUpdate)
     for name, value in (update.metrics or {}).items():
         if not math.isfinite(value):
             raise DecodeError(f"metric {name!r} is {value}, not a finite number")
@@ -211,10 +216,7 @@ def read_spans(body: bytes) -> SpanReport:
     Raises:
         DecodeError: the body is malformed or exceeds a limit; the message says where.
     """
-    try:
-        report = msgspec.json.decode(body, type=SpanReport)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise DecodeError(str(error)) from None
+    report = _read(body, SpanReport)
     level, count = report.spans, 0
     for _ in range(MAX_SPAN_DEPTH):
         count += len(level)

@@ -9,11 +9,11 @@ class InvalidIdError(ProtoError, ValueError):
     """Malformed peer id or digest."""
 
 
-class DecodeError(ProtoError, ValueError):
-    """Bytes or JSON that do not represent the expected message.
+class _MessageError(ProtoError, ValueError):
+    """A value of a message is wrong.
 
     Attributes:
-        path: position of the error in the message, such as ``spec.executor[0].name``; empty for the whole message.
+        path: position of the value in the message, such as ``spec.executor[0].name``; empty for the whole message.
         reason: what is wrong at that position.
     """
 
@@ -23,18 +23,12 @@ class DecodeError(ProtoError, ValueError):
         self.reason = reason
 
 
-class EncodeError(ProtoError, ValueError):
-    """Message with a value that cannot be encoded.
+class DecodeError(_MessageError):
+    """Bytes or JSON that do not represent the expected message."""
 
-    Attributes:
-        path: position of the value in the message.
-        reason: what is wrong with it.
-    """
 
-    def __init__(self, reason: str, path: str = "") -> None:
-        super().__init__(f"{path}: {reason}" if path else reason)
-        self.path = path
-        self.reason = reason
+class EncodeError(_MessageError):
+    """Message with a value that cannot be encoded."""
 
 
 class TensorFileError(ProtoError, ValueError):
