@@ -22,11 +22,12 @@ from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.record_file import EVENTS
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.cli import main
+from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.jobs.config import Requirement
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.submission.catalog import find_jobs, list_jobs
-from hypha_scheduler.submission.dataset_check import DATASET_TIMEOUT, UnusableDatasetError, check_datasets
+from hypha_scheduler.submission.dataset_check import DATASET_TIMEOUT, check_datasets
 from hypha_scheduler.submission.job_view import JobView, readable_seconds
 
 PEER, SERVER = "12D3KooWworker", "12D3KooWserver"
@@ -196,7 +197,7 @@ async def test_an_unknown_dataset_is_told_within_ten_seconds() -> None:
     job = job_on("mnits", "auto")
     async with MemoryNetwork(seed=1).endpoint("scheduler") as endpoint:
         began = anyio.current_time()
-        with pytest.raises(UnusableDatasetError, match=r"'mnits': no data node announces it; correct the name"):
+        with pytest.raises(JobRefusedError, match=r"'mnits': no data node announces it; correct the name"):
             await check_datasets(endpoint, job)
         assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
 
@@ -215,7 +216,7 @@ async def test_the_error_about_an_unknown_dataset_names_those_that_a_gateway_lis
         rpc.serve(gateway, LIST_DATASETS, answer)
         endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
         began = anyio.current_time()
-        with pytest.raises(UnusableDatasetError, match=r"; the gateways know 'mnist', 'x.* and 11 more$"):
+        with pytest.raises(JobRefusedError, match=r"; the gateways know 'mnist', 'x.* and 11 more$"):
             await check_datasets(endpoint, job)
         assert anyio.current_time() - began <= DATASET_TIMEOUT + 1
 
@@ -234,7 +235,7 @@ async def test_columns_that_a_job_cannot_use_are_told_at_once(tmp_path: Path) ->
 
         transfer.serve_pulls(data, give_manifest)
         await announce_dataset(data, "digits", DatasetRecord(num_slices=1))
-        with pytest.raises(UnusableDatasetError, match=r"has no column 'input_ids'; it has pixel_values, labels;"):
+        with pytest.raises(JobRefusedError, match=r"has no column 'input_ids'; it has pixel_values, labels;"):
             await check_datasets(endpoint, job)
 
 

@@ -18,13 +18,14 @@ from support.inference_simulation import FakeContext, FakeDataset, Simulation, j
 from hypha_proto.record_file import EVENTS
 from hypha_scheduler.audit import NoAuditError, audit
 from hypha_scheduler.cli import main
+from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.registry import parse_job
 from hypha_scheduler.submission.client import resume_job
-from hypha_scheduler.submission.resumption import ResumeError, find_resumable, revealed
+from hypha_scheduler.submission.resumption import find_resumable, revealed
 from hypha_scheduler.submission.server import SubmissionServer, socket_path
 
 JOB_ID = uuid.UUID(int=5)
@@ -125,7 +126,7 @@ def test_secrets_and_resources_come_from_the_same_job_in_the_configuration(tmp_p
 def refused(directory: Path, runs: Path, configured: list[JobTable]) -> str:
     """Return why a job is refused, after which its files are as before."""
     before = contents(runs)
-    with pytest.raises(ResumeError) as caught:
+    with pytest.raises(JobRefusedError) as caught:
         find_resumable(directory, runs, configured)
     assert contents(runs) == before
     return str(caught.value)

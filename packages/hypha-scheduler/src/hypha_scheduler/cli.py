@@ -20,7 +20,7 @@ from hypha_net.node.cli import (
 )
 from hypha_scheduler.cli_jobs import add_job_commands, show_answers
 from hypha_scheduler.config import SchedulerConfig
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, JobRefusedError
 
 if TYPE_CHECKING:
     from hypha_scheduler.submission.resumption import ResumableJob
@@ -86,7 +86,7 @@ def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool)
     nothing was written; 3 the running scheduler was stopped before the job had ended.
     """
     from hypha_scheduler.cli_jobs import find_directory
-    from hypha_scheduler.submission.resumption import ResumeError, find_resumable
+    from hypha_scheduler.submission.resumption import find_resumable
 
     config = load_configuration(SchedulerConfig, file, settings, "hypha-scheduler")
     try:
@@ -95,20 +95,20 @@ def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool)
         )
         if not _resume_at_running(config, found, detach=detach):
             _resume_here(config, found)
-    except ResumeError as error:
+    except JobRefusedError as error:
         raise click.UsageError(str(error)) from None
 
 
 def _resume_at_running(config: SchedulerConfig, found: ResumableJob, *, detach: bool) -> bool:
     """Let a running scheduler resume a job; return False if none is running."""
     from hypha_scheduler.submission.client import NoSchedulerError, SchedulerEndedError, resume_job
-    from hypha_scheduler.submission.resumption import ResumeError, revealed
+    from hypha_scheduler.submission.resumption import revealed
     from hypha_scheduler.submission.server import socket_path
 
     socket = socket_path(config.runs_dir)
     answers = resume_job(socket, found.directory, revealed(found.job), detach=detach)
     try:
-        show_answers(answers, socket, ResumeError, detach=detach)
+        show_answers(answers, socket, JobRefusedError, detach=detach)
     except SchedulerEndedError as error:
         raise UnreachableNetworkError(str(error)) from None
     except NoSchedulerError:

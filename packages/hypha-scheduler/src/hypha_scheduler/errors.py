@@ -44,5 +44,9 @@ class AllocationError(JobFailedError):
     """Too few workers were found in time."""
 
 
+class JobRefusedError(Exception):
+    """A job is not taken; the message says why, and what to do."""
+
+
 class StrategyError(Exception):
     """No strategy for a type of job, or one that cannot be loaded."""

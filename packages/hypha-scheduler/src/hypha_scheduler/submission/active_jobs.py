@@ -14,13 +14,9 @@ from pathlib import Path
 
 import anyio
 
-from hypha_scheduler.errors import JobCancelledError, JobFailedError, JobInterruptedError
+from hypha_scheduler.errors import JobCancelledError, JobFailedError, JobInterruptedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.runner import WAITS_AGAIN, JobRunner
-
-
-class QueueFullError(Exception):
-    """No further job may wait, or run without waiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,15 +79,15 @@ class ActiveJobs:
         """Check whether another job may be added.
 
         Raises:
-            QueueFullError: too many jobs wait, or the job would have to wait and may not.
+            JobRefusedError: too many jobs wait, or the job would have to wait and may not.
         """
         if not waits and self._max_running is not None and self._count_started() >= self._max_running:
-            raise QueueFullError(
+            raise JobRefusedError(
                 f"scheduler.queue.max_running = {self._max_running}: so many jobs run already; submit the job without "
                 "--no-wait, then it waits for its turn"
             )
         if waits and sum(job.waits and not job.is_placed for job in self) >= self._max_waiting:
-            raise QueueFullError(
+            raise JobRefusedError(
                 f"scheduler.queue.max_waiting = {self._max_waiting}: so many jobs wait already; submit the job again "
                 "when one of them runs, or cancel one"
             )

@@ -15,7 +15,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import UnreachableError
 from hypha_proto.datasets import MANIFEST
 from hypha_scheduler.datasets.dataset import open_dataset
-from hypha_scheduler.errors import JobFailedError
+from hypha_scheduler.errors import JobFailedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.submission.nearest_datasets import list_known, nearest
 
@@ -32,17 +32,13 @@ _MAX_LISTED: Final = 10
 """Names of known datasets in the error."""
 
 
-class UnusableDatasetError(Exception):
-    """No data node announces a dataset, or the job cannot use it."""
-
-
 async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
     """Wait until every dataset of a job is announced, and compare what its manifest says with what the job needs.
 
     A manifest that no data node gives within this time is compared when the job begins.
 
     Raises:
-        UnusableDatasetError: one is not announced within `DATASET_TIMEOUT` seconds, or the job cannot use it.
+        JobRefusedError: one is not announced within `DATASET_TIMEOUT` seconds, or the job cannot use it.
     """
     missing, lookups = set(job.dataset_names), anyio.CapacityLimiter(_LOOKUPS)
     listed: Collection[str] | None = None
@@ -73,7 +69,7 @@ async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
             + await _known_names(min(missing), listed)
         )
     if lines:
-        raise UnusableDatasetError("\n".join(lines))
+        raise JobRefusedError("\n".join(lines))
 
 
 async def _find_faults(endpoint: Endpoint, job: JobTable, name: str) -> list[str]:

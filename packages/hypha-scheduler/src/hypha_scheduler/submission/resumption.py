@@ -18,7 +18,7 @@ from typing import Any, Final
 from pydantic import SecretStr, ValidationError
 
 from hypha_net.node.config.introspection import dotted, leaves
-from hypha_scheduler.errors import JobFailedError, StrategyError
+from hypha_scheduler.errors import JobFailedError, JobRefusedError, StrategyError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import UnfinishedJob, find_unfinished, log_unfinished, read_resumable
 from hypha_scheduler.strategies.registry import parse_job
@@ -35,10 +35,6 @@ _MASK: Final = str(SecretStr("x"))
 _CHANGEABLE: Final = frozenset({"name", "resources", "budget", "inference.max_error_share"})
 """Keys or tables that may differ when a job is resumed: they do not say what is computed."""
 _MAX_SHOWN: Final = 100
-
-
-class ResumeError(Exception):
-    """A job cannot be resumed; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ def _to_take_up(
         return None
     try:
         found = find_resumable(unfinished.directory, runs, configured, strategies, others_allowed=True)
-    except (ResumeError, StrategyError) as error:
+    except (JobRefusedError, StrategyError) as error:
         _log.info("a job is not taken up: %s", error)
         return None
     grace = found.job.orphan_grace_seconds
@@ -111,11 +107,11 @@ def find_resumable(
         others_allowed: whether the configuration may have other jobs of its type.
 
     Raises:
-        ResumeError: it cannot be resumed.
+        JobRefusedError: it cannot be resumed.
     """
     directory = directory.resolve()
     if directory.parent != runs.resolve():
-        raise ResumeError(
+        raise JobRefusedError(
             f"{directory}: it is not in {runs.resolve()}, the output_dir of this scheduler; name the configuration of "
             "the scheduler that began the job"
         )
@@ -123,11 +119,11 @@ def find_resumable(
         records = read_resumable(directory)
         job_id = uuid.UUID(str(records[0].get("job_id")))
     except (OSError, JobFailedError) as error:
-        raise ResumeError(str(error)) from None
+        raise JobRefusedError(str(error)) from None
     except ValueError:
-        raise ResumeError(f"{directory}: the first record of its journal names no job_id") from None
+        raise JobRefusedError(f"{directory}: the first record of its journal names no job_id") from None
     if str(job_id) != directory.name:
-        raise ResumeError(f"{directory}: its journal is of job {job_id}; give the directory that name again")
+        raise JobRefusedError(f"{directory}: its journal is of job {job_id}; give the directory that name again")
     recorded = _recorded_job(directory, records[0]["job"], strategies)
     entry = read_entry(directory)
     return ResumableJob(
@@ -144,7 +140,9 @@ def _recorded_job(directory: Path, table: dict[str, Any], strategies: Collection
     except (ValidationError, ValueError) as error:
         what = "; ".join(_problems(error))
         remedy = "resume it with the version of hypha-scheduler that began it"
-        raise ResumeError(f"{directory}: this version does not know the job in its journal: {what}; {remedy}") from None
+        raise JobRefusedError(
+            f"{directory}: this version does not know the job in its journal: {what}; {remedy}"
+        ) from None
 
 
 def _problems(error: ValueError) -> Iterator[str]:
@@ -161,7 +159,7 @@ def _with_secrets(
     """Return the job with the secrets, and the resources, of the configured job that it is.
 
     Raises:
-        ResumeError: the configuration has another job of its type, or a secret is missing.
+        JobRefusedError: the configuration has another job of its type, or a secret is missing.
     """
     others = {id(job): differences(recorded, job) for job in configured if job.type == recorded.type}
     same = next((job for job in configured if others.get(id(job)) == []), None)
@@ -170,9 +168,9 @@ def _with_secrets(
     if others and not others_allowed:
         lines = min(others.values(), key=len)
         remedy = "name a configuration with the job as it was, or without one"
-        raise ResumeError("\n".join([f"{directory}: the configuration has another job; {remedy}:", *lines]))
+        raise JobRefusedError("\n".join([f"{directory}: the configuration has another job; {remedy}:", *lines]))
     if lacking := sorted(_masked(recorded)):
-        raise ResumeError(
+        raise JobRefusedError(
             f"{directory}: {', '.join(lacking)}: the journal keeps no secrets; put the job with them into "
             "[scheduler.job] of the --config file"
         )

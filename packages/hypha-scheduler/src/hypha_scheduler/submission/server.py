@@ -32,14 +32,13 @@ import msgspec
 from hypha_net.local_socket import accept_clients, listen, send_answer
 from hypha_net.peer_names import name_peers
 from hypha_proto.codec import parse_json
-from hypha_scheduler.errors import JobFailedError, JobInterruptedError
+from hypha_scheduler.errors import JobFailedError, JobInterruptedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import QUEUED
-from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs, QueueFullError
+from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
 from hypha_scheduler.submission.catalog import ACTIVE, JobEntry, find_jobs, list_jobs, read_entry
-from hypha_scheduler.submission.dataset_check import UnusableDatasetError
 from hypha_scheduler.submission.queue_files import QueuedJob, end_queued, read_queue, remove_queued, write_queued
-from hypha_scheduler.submission.resumption import ResumableJob, ResumeError, find_resumable
+from hypha_scheduler.submission.resumption import ResumableJob, find_resumable
 from hypha_scheduler.submission.validation import validate_job
 
 _log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
 """`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
 ListKnownNodes = Callable[[], Awaitable[dict[str, Any]]]
 """`hypha_scheduler.submission.node_directory.NodeDirectory.describe`."""
-_REFUSALS: Final = (ValueError, ResumeError, QueueFullError, UnusableDatasetError, JobFailedError)
+_REFUSALS: Final = (ValueError, JobRefusedError, JobFailedError)
 """Reasons for which a request is not taken."""
 
 
@@ -152,7 +151,7 @@ class SubmissionServer:
     jobs: ActiveJobs = field(default_factory=ActiveJobs)
     """All jobs of the scheduler that have not ended."""
     check_job: Callable[[JobTable], Awaitable[None]] = _check_nothing
-    """Raises `UnusableDatasetError` for a job that cannot run."""
+    """Raises `JobRefusedError` for a job that cannot run."""
     ask_logs: AskLogs | None = None
     """Asks a worker; without it no logs are read."""
     list_nodes: ListKnownNodes | None = None
@@ -261,7 +260,7 @@ class SubmissionServer:
 
         Raises:
             ValueError: it is malformed.
-            ResumeError: the job cannot be resumed.
+            JobRefusedError: the job cannot be resumed.
         """
         if self.resume_job is None or not isinstance(found["resume"], str):
             raise ValueError("resume: expected the path of a job's directory")
