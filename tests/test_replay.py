@@ -67,7 +67,8 @@ from hypha_proto.training_reports import (
 )
 from hypha_proto.update_file import UpdateMetadata, open_update
 from hypha_scheduler.cli import main
-from hypha_scheduler.replay import ReplayRefusedError, plan_replay
+from hypha_scheduler.errors import JobRefusedError
+from hypha_scheduler.replay import plan_replay
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import round_record
@@ -717,9 +718,9 @@ def test_what_is_not_of_the_job_is_refused_by_name(job: Copy, what: str) -> None
 
 
 def test_the_folder_of_the_slices_must_be_named(job: Copy) -> None:
-    with pytest.raises(ReplayRefusedError, match="name the folder of the slices of dataset 'points' with --data"):
+    with pytest.raises(JobRefusedError, match="name the folder of the slices of dataset 'points' with --data"):
         plan_replay(job.directory, ReplayOptions())
-    with pytest.raises(ReplayRefusedError, match="there is no such folder"):
+    with pytest.raises(JobRefusedError, match="there is no such folder"):
         plan_replay(job.directory, ReplayOptions(job.directory / "elsewhere"))
 
 

@@ -514,7 +514,8 @@ class Lab:
 
     async def run(self, job: ScriptedJob | None = None, job_id: uuid.UUID | None = None, resume: bool = False) -> None:
         try:
-            self.results.append(await self.service.run_job(job or ScriptedJob(), job_id, resume=resume))
+            run = self.service.resume_job if resume else self.service.run_job
+            self.results.append(await run(job or ScriptedJob(), job_id))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.results.append(error)
 

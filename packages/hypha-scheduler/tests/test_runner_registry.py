@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from support.scripted_jobs import OpenJobs, ScriptedJob, ScriptedStrategy
 
-from hypha_scheduler.errors import StrategyError
+from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.strategies import registry
 from hypha_scheduler.strategies.registry import GROUP, known_types, load_strategy, parse_job
 
@@ -64,12 +64,12 @@ async def test_job_of_an_installed_strategy_runs(open_jobs: OpenJobs) -> None:
 def test_unknown_restricted_and_failing_strategies_are_named() -> None:
     assert known_types() == ("broken_party", "diloco", "scripted", "third_party")
     with pytest.raises(
-        StrategyError, match=r"known: broken_party, diloco, scripted, third_party; did you mean 'scripted'"
+        JobRefusedError, match=r"known: broken_party, diloco, scripted, third_party; did you mean 'scripted'"
     ):
         load_strategy("scriptd")
-    with pytest.raises(StrategyError, match=r"'scripted' is installed, but scheduler.strategies does not list it"):
+    with pytest.raises(JobRefusedError, match=r"'scripted' is installed, but scheduler.strategies does not list it"):
         load_strategy("scripted", ["diloco"])
-    with pytest.raises(StrategyError, match=r"broken_party:STRATEGY\) cannot be loaded: KeyError\('a bug'\)"):
+    with pytest.raises(JobRefusedError, match=r"broken_party:STRATEGY\) cannot be loaded: KeyError\('a bug'\)"):
         load_strategy("broken_party")
 
 

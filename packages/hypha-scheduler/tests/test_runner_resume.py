@@ -157,7 +157,5 @@ async def test_a_running_job_is_not_started_again(open_jobs: OpenJobs) -> None:
         operator = await lab.start(ScriptedJob(), JOB)
         await lab.run(job_id=JOB, resume=True)
         assert str(lab.results[0]) == f"job {JOB} runs already"
-        await lab.run(resume=True)
-        assert "name its id" in str(lab.results[1])
         await lab.finish(operator)
-        assert isinstance(lab.results[2], Path)
+        assert isinstance(lab.results[1], Path)

@@ -183,13 +183,13 @@ def replay(
     difference is shown. Nothing in RUN_DIR is written. Exit codes: 0 the record is proven, 1 it is not, with the
     reasons, 2 the directory, the start model or the dataset is not that of the job.
     """
-    from hypha_scheduler.replay import ReplayRefusedError, plan_replay, run_replay
+    from hypha_scheduler.replay import plan_replay, run_replay
     from hypha_scheduler.strategies.replayable import ReplayOptions
 
     try:
         plan = plan_replay(run_dir, ReplayOptions(data, preprocessor, threads, tolerance))
         proven = run_replay(plan, executor, click.echo)
-    except ReplayRefusedError as error:
+    except JobRefusedError as error:
         raise click.UsageError(str(error)) from None
     if not proven:
         click.get_current_context().exit(1)

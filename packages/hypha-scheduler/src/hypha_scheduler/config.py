@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, WrapValidator, create_mo
 
 from hypha_net.node.config.models import Network, NodeConfig, S3ServiceSection
 from hypha_proto.offers import MAX_OFFER_LIFE
-from hypha_scheduler.errors import StrategyError
+from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable, Table
 from hypha_scheduler.strategies.registry import DEFAULT_TYPE, built_in_types, load_strategy, parse_job
 
@@ -174,5 +174,5 @@ def _tables(names: Sequence[str] | dict[str, None], allowed: Any) -> Iterator[ty
     for name in names:
         try:
             yield load_strategy(name, listed).job_table
-        except StrategyError:
+        except JobRefusedError:
             continue

@@ -46,7 +46,3 @@ class AllocationError(JobFailedError):
 
 class JobRefusedError(Exception):
     """A job is not taken; the message says why, and what to do."""
-
-
-class StrategyError(Exception):
-    """No strategy for a type of job, or one that cannot be loaded."""

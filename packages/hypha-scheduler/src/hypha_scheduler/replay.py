@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from hypha_proto.codec import to_json
 from hypha_proto.replay_plan import ReplayPlan
-from hypha_scheduler.errors import JobFailedError, StrategyError
+from hypha_scheduler.errors import JobFailedError, JobRefusedError
 from hypha_scheduler.jobs.journal import JOURNAL, read_journal
 from hypha_scheduler.strategies.registry import DEFAULT_TYPE, load_strategy
 from hypha_scheduler.strategies.replayable import Replayable, ReplayOptions
@@ -28,35 +28,31 @@ _VERDICTS: Final = {True: (0, "proven"), False: (1, "not proven")}
 """Exit status and beginning of the last line of an executor, by whether the job is proven."""
 
 
-class ReplayRefusedError(Exception):
-    """A directory cannot be replayed; the message says why, and what to do."""
-
-
 def plan_replay(directory: Path, options: ReplayOptions) -> ReplayPlan:
     """Return the plan of the job in a directory.
 
     Raises:
-        ReplayRefusedError: it is no directory of a job that can be replayed, or its files are not those of the job.
+        JobRefusedError: it is no directory of a job that can be replayed, or its files are not those of the job.
     """
     try:
         records = read_journal(directory / JOURNAL)
         return _strategy_of(directory, records).plan_replay(directory, records, options)
-    except (JobFailedError, StrategyError) as error:
-        raise ReplayRefusedError(str(error)) from None
+    except JobFailedError as error:
+        raise JobRefusedError(str(error)) from None
     except OSError as error:
-        raise ReplayRefusedError(f"{error.filename or directory}: {error.strerror or error}") from None
+        raise JobRefusedError(f"{error.filename or directory}: {error.strerror or error}") from None
 
 
 def _strategy_of(directory: Path, records: Sequence[Mapping[str, Any]]) -> Replayable:
     if not records:
-        raise ReplayRefusedError(f"{directory}: there is no {JOURNAL} with a record; name a job's directory")
+        raise JobRefusedError(f"{directory}: there is no {JOURNAL} with a record; name a job's directory")
     job = records[0].get("job")
     if not isinstance(job, dict):
-        raise ReplayRefusedError(f"{directory}: the first record of {JOURNAL} has no job; name a job's directory")
+        raise JobRefusedError(f"{directory}: the first record of {JOURNAL} has no job; name a job's directory")
     kind = job.get("type", DEFAULT_TYPE)
     strategy = load_strategy(str(kind))
     if not isinstance(strategy, Replayable):
-        raise ReplayRefusedError(f"{directory}: the job is of type {str(kind)[:80]!r}, which cannot be computed again")
+        raise JobRefusedError(f"{directory}: the job is of type {str(kind)[:80]!r}, which cannot be computed again")
     return strategy
 
 
@@ -70,11 +66,11 @@ def run_replay(plan: ReplayPlan, command: str | None, show: Callable[[str], obje
         show: called with each line of its output.
 
     Raises:
-        ReplayRefusedError: the executor cannot be started, or refuses the plan.
+        JobRefusedError: the executor cannot be started, or refuses the plan.
     """
     arguments = _default_command() if command is None else shlex.split(command)
     if not arguments:
-        raise ReplayRefusedError("--executor: the command is empty")
+        raise JobRefusedError("--executor: the command is empty")
     last = ""
 
     def follow(line: str) -> None:
@@ -89,7 +85,7 @@ def run_replay(plan: ReplayPlan, command: str | None, show: Callable[[str], obje
     for proven, (expected, verdict) in _VERDICTS.items():
         if status == expected and last.startswith(verdict):
             return proven
-    raise ReplayRefusedError(f"the executor ended with status {status} and without a verdict; its last lines say why")
+    raise JobRefusedError(f"the executor ended with status {status} and without a verdict; its last lines say why")
 
 
 def _default_command() -> list[str]:
@@ -98,7 +94,7 @@ def _default_command() -> list[str]:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ReplayRefusedError(
+        raise JobRefusedError(
             "hypha-accelerate-executor is not installed here; name the command that computes with --executor, such as "
             f"'/path/to/python -m {_MODULE}'"
         )
@@ -114,7 +110,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], show: Callable[
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, errors="replace")
     except OSError as error:
-        raise ReplayRefusedError(f"--executor: {command[0]}: {error.strerror or error}") from None
+        raise JobRefusedError(f"--executor: {command[0]}: {error.strerror or error}") from None
     with process:
         assert process.stdout is not None
         try:

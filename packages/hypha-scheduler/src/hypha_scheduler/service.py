@@ -275,17 +275,21 @@ class SchedulerService:
         transfer.serve_pulls(endpoint, self._unless_stopping(self._pull))
         transfer.serve_pushes(endpoint, self._unless_stopping(self._push))
 
-    async def run_job(self, job: JobTable, job_id: uuid.UUID | None = None, *, resume: bool = False) -> Path:
+    async def run_job(self, job: JobTable, job_id: uuid.UUID | None = None) -> Path:
         """Run a job, under a new id unless one is given; return the path of its ``result.json``.
 
-        With `resume` the interrupted job of that id is continued, from its journal.
+        Raises:
+            JobFailedError: the job failed.
+        """
+        return await self._run(self._add_job(job, job_id or uuid.uuid4()), job)
+
+    async def resume_job(self, job: JobTable, job_id: uuid.UUID) -> Path:
+        """Continue an interrupted job from its journal; see `run_job`.
 
         Raises:
             JobFailedError: the job failed, or cannot be resumed.
         """
-        if resume and job_id is None:
-            raise JobFailedError("to resume a job, name its id")
-        return await self._run(self._add_job(job, job_id, resume=resume), job)
+        return await self._run(self._add_job(job, job_id, resume=True), job)
 
     async def run_configured(self, job: JobTable) -> Path:
         """Run a job of the configuration; see `run_job`. Clients can follow and cancel it."""
@@ -293,9 +297,7 @@ class SchedulerService:
         active = self.jobs.add(ActiveJob(job_id, job, self.host.runs / str(job_id)))
         return await self.jobs.run(active, partial(self.run_job, job, job_id))
 
-    def _add_job(
-        self, job: JobTable, job_id: uuid.UUID | None, *, resume: bool = False, take_up: bool = False
-    ) -> JobRunner:
+    def _add_job(self, job: JobTable, job_id: uuid.UUID, *, resume: bool = False, take_up: bool = False) -> JobRunner:
         """Return the runner of a job, which gets the messages about it from now on.
 
         Raises:
@@ -307,10 +309,10 @@ class SchedulerService:
             raise JobFailedError(f"job {job_id} runs already")
         strategy = load_strategy(job.type, self._strategies)
         self._serve_methods(strategy.rpc_methods)
-        active = None if job_id is None else self.jobs.get(job_id)
+        active = self.jobs.get(job_id)
         on_placed = partial(_mark_placed, active) if active is not None and active.waits else None
-        run = JobRunner(self.host, strategy, job, job_id or uuid.uuid4(), resume, take_up, on_placed)
-        self._runs[run.job_id] = run
+        run = JobRunner(self.host, strategy, job, job_id, resume, take_up, on_placed)
+        self._runs[job_id] = run
         if active is not None:
             active.runner = run
         return run
@@ -398,10 +400,6 @@ class SchedulerService:
         """Return all jobs, once their tasks are known."""
         await self._wait_until_known(lambda: tuple(self._runs.values()))
         return tuple(self._runs.values())
-
-    async def resume_job(self, job: JobTable, job_id: uuid.UUID) -> Path:
-        """Continue an interrupted job; see `run_job`."""
-        return await self.run_job(job, job_id, resume=True)
 
     def _serve_methods(self, methods: Sequence[StrategyMethod]) -> None:
         for method in methods:

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from hypha_scheduler.errors import StrategyError
+from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.strategies.base import Strategy
 
@@ -49,23 +49,23 @@ def _load(name: str) -> Strategy:
     try:
         return cast(Strategy, point.load())
     except Exception as error:  # a third party's module may raise anything on import
-        raise StrategyError(f"strategy {name!r} ({point.value}) cannot be loaded: {error!r}") from error
+        raise JobRefusedError(f"strategy {name!r} ({point.value}) cannot be loaded: {error!r}") from error
 
 
 def load_strategy(name: str, allowed: Collection[str] | None = None) -> Strategy:
     """Return the strategy of a type.
 
     Raises:
-        StrategyError: there is none of this name, `allowed` leaves it out, or its module cannot be imported.
+        JobRefusedError: there is none of this name, `allowed` leaves it out, or its module cannot be imported.
     """
     known = known_types(allowed)
     if name in known:
         return _load(name)
     if name in _installed():
-        raise StrategyError(f"strategy {name!r} is installed, but scheduler.strategies does not list it")
+        raise JobRefusedError(f"strategy {name!r} is installed, but scheduler.strategies does not list it")
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise StrategyError(f"no strategy {name[:80]!r} is installed; known: {', '.join(known) or 'none'}{hint}")
+    raise JobRefusedError(f"no strategy {name[:80]!r} is installed; known: {', '.join(known) or 'none'}{hint}")
 
 
 def parse_job(value: Any, allowed: Collection[str] | None = None) -> JobTable:
@@ -84,7 +84,7 @@ def parse_job(value: Any, allowed: Collection[str] | None = None) -> JobTable:
         raise PydanticCustomError("job_type", "type: the name of a strategy is text")
     try:
         table = load_strategy(name, allowed).job_table
-    except StrategyError as error:
+    except JobRefusedError as error:
         raise ValueError(f"type: {error}") from None
     try:
         return table.model_validate(value)

@@ -18,7 +18,7 @@ from typing import Any, Final
 from pydantic import SecretStr, ValidationError
 
 from hypha_net.node.config.introspection import dotted, leaves
-from hypha_scheduler.errors import JobFailedError, JobRefusedError, StrategyError
+from hypha_scheduler.errors import JobFailedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import UnfinishedJob, find_unfinished, log_unfinished, read_resumable
 from hypha_scheduler.strategies.registry import parse_job
@@ -82,7 +82,7 @@ def _to_take_up(
         return None
     try:
         found = find_resumable(unfinished.directory, runs, configured, strategies, others_allowed=True)
-    except (JobRefusedError, StrategyError) as error:
+    except JobRefusedError as error:
         _log.info("a job is not taken up: %s", error)
         return None
     grace = found.job.orphan_grace_seconds
