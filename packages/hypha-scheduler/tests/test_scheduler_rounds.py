@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -19,7 +16,6 @@ from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
     Effect,
-    Fail,
     RoundClosed,
     RoundSettings,
     StepOverdue,
@@ -30,104 +26,18 @@ from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
 
 
-@dataclass
-class Simulation:
-    """Simulated executors, and a parameter server whose outer step takes half a second."""
-
-    settings: RoundSettings
-    seconds: dict[PeerId, Callable[[int], float]]
-    """Function from round to seconds per batch, for each executor."""
-    late: dict[PeerId, float] = field(default_factory=dict)
-    """Seconds from the start to the first slice, for late executors."""
-    now: float = 0.0
-
-    def run(self) -> list[RoundClosed]:
-        self.rounds = Rounds(self.settings, self.seconds, self.now)
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.count = 0
-        self.left: dict[PeerId, int | None] = {}
-        self.round = dict.fromkeys(self.seconds, 1)
-        self.closed: list[RoundClosed] = []
-        self.failed: str | None = None
-        self.done: set[PeerId] = set()
-        for peer in self.seconds:
-            self.after(self.late.get(peer, 0.0), lambda peer=peer: self.begin(peer))
-        while self.events and self.failed is None:
-            self.now, _, action = heapq.heappop(self.events)
-            action()
-        self.take(self.rounds.finish())
-        return self.closed
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (self.now + seconds, self.count, action))
-
-    def begin(self, peer: PeerId) -> None:
-        self.rounds.training_began(peer, self.now)
-        self.next_batch(peer)
-
-    def next_batch(self, peer: PeerId) -> None:
-        self.after(self.seconds[peer](self.round[peer]), lambda: self.batch(peer))
-
-    def batch(self, peer: PeerId) -> None:
-        answer = self.rounds.batch_done(peer, self.settings.batch_size, self.now)
-        left = self.left.get(peer)
-        if isinstance(answer, ScheduleUpdate):
-            left = answer.counter
-        else:
-            assert isinstance(answer, Continue)
-            left = None if left is None else left - 1
-        self.left[peer] = left
-        if left is not None and left <= 0:
-            self.take(self.rounds.update_started(peer, self.now))
-        else:
-            self.next_batch(peer)
-
-    def take(self, effects: tuple[Effect, ...]) -> None:
-        for effect in effects:
-            if isinstance(effect, AnnounceRound):
-                self.after(0.5, lambda effect=effect: self.outer_step(effect))
-            elif isinstance(effect, RoundClosed):
-                self.closed.append(effect)
-            elif isinstance(effect, Fail):
-                self.failed = effect.reason
-
-    def outer_step(self, effect: AnnounceRound) -> None:
-        answer, effects = self.rounds.outer_step_taken(self.now)
-        assert isinstance(answer, Done if effect.round == self.settings.rounds else Acknowledged)
-        self.take(effects)
-        for peer in self.seconds:
-            self.after(0.1, lambda peer=peer: self.merge(peer))
-
-    def merge(self, peer: PeerId) -> None:
-        answer = self.rounds.update_merged(peer, self.now)
-        self.take(self.rounds.metrics_reported(peer, self.round[peer], 0.5))
-        if isinstance(answer, Done):
-            self.done.add(peer)
-            return
-        assert isinstance(answer, Continue)
-        self.round[peer] += 1
-        self.left[peer] = None
-        self.next_batch(peer)
-
-
-def steady(*seconds: float) -> dict[PeerId, Callable[[int], float]]:
-    return {peer: (lambda _round, s=s: s) for peer, s in zip(PEERS, seconds, strict=False)}
-
-
 def test_late_starter_takes_part_with_few_batches() -> None:
-    simulation = Simulation(RoundSettings(3, 960, 16, 3), steady(0.1, 0.1, 0.1), late={PEERS[2]: 4.0})
-    closed = simulation.run()
-    assert 1 <= closed[0].batches[PEERS[2]] < 5
-    assert abs(closed[1].batches[PEERS[2]] - closed[1].batches[PEERS[0]]) <= 1
-
-
-def test_first_round_duration_excludes_executor_start() -> None:
-    def seconds(late: float) -> list[float]:
-        peers = dict.fromkeys(PEERS[:2], late)
-        return [entry.seconds for entry in Simulation(RoundSettings(3, 960, 16, 2), steady(0.1, 0.1), peers).run()]
-
-    assert seconds(60.0) == pytest.approx(seconds(0.0))
+    rounds = Rounds(RoundSettings(3, 960, 16, 3), PEERS[:3], 0.0)
+    for peer in PEERS[:2]:
+        rounds.training_began(peer, 0.0)
+    for step in range(1, 31):  # both train what the round needs
+        for peer in PEERS[:2]:
+            rounds.batch_done(peer, 16, step * 0.1, 0.1)
+    assert rounds.update_started(PEERS[0], 3.1) == rounds.update_started(PEERS[1], 3.1) == ()
+    rounds.training_began(PEERS[2], 4.0)
+    answer = rounds.batch_done(PEERS[2], 16, 4.1, 0.1)
+    assert isinstance(answer, ScheduleUpdate)
+    assert answer.counter < 4
 
 
 def make(minimum: int = 2, rounds: int = 2) -> Rounds:
