@@ -150,8 +150,7 @@ class TestSlots:
         assert slots.of(PEERS[0]) is None
 
     def test_restored_numbers_are_kept_and_later_ones_are_new(self) -> None:
-        slots = Slots(3)
-        slots.reserve(6)
+        slots = Slots(3, 6)
         assert slots.restore(PEERS[1], 4) == Slot(4, 0)
         assert slots.add(PEERS[0]) == Slot(6, 1)
 

@@ -226,6 +226,16 @@ class StoredOutput(Message, frozen=True):
     """Unguessable name under which `transfer.PullRequest` gets its files; `index` is the position in `files`."""
     files: tuple[StoredFile, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a single file, and no folder."""
+        return [file.path for file in self.files] == [""]
+
 
 class TaskFinished(Message, frozen=True, kw_only=True):
     """The executor has ended successfully, and all outputs are stored."""

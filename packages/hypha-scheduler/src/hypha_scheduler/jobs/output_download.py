@@ -52,7 +52,7 @@ async def download_output(
             has more than `max_bytes`, or the disk has no room for it.
         OSError: it cannot be stored.
     """
-    size = sum(file.size for file in output.files)
+    size = output.size
     if size > max_bytes:
         raise TransferError(f"output {output.name!r} of {holder} has {size} bytes, over the limit of {max_bytes}")
     part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
@@ -85,7 +85,7 @@ def _prepare(part: Path, target: Path, size: int) -> None:
 async def _pull_all(endpoint: Endpoint, output: StoredOutput, holder: PeerId, part: Path) -> None:
     """Pull all files to the file or folder ``content``."""
     content = part / "content"
-    if [file.path for file in output.files] != [""]:
+    if not output.is_file:
         await anyio.to_thread.run_sync(_make_folders, content, output)
     limiter = anyio.CapacityLimiter(MAX_CONCURRENT)
     try:

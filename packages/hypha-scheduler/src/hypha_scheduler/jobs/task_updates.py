@@ -119,7 +119,7 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
         raise InvalidUpdateError(f"an end without the output {min(lacking)!r}")
     if sum(len(output.files) for output in finished.outputs) > MAX_OUTPUT_FILES:
         raise InvalidUpdateError(f"more than {MAX_OUTPUT_FILES} files")
-    if sum(file.size for output in finished.outputs for file in output.files) > MAX_OUTPUT_BYTES:
+    if sum(output.size for output in finished.outputs) > MAX_OUTPUT_BYTES:
         raise InvalidUpdateError(f"outputs of more than {MAX_OUTPUT_BYTES} bytes")
     if len({output.dataset for output in finished.outputs}) < len(made):
         raise InvalidUpdateError("two outputs under one name of a dataset")
@@ -136,5 +136,5 @@ def _check_output(output: StoredOutput) -> None:
     paths = [file.path for file in output.files]
     if any(len(path.encode()) > MAX_PATH for path in paths):
         raise InvalidUpdateError(f"{what} with a file at a path of more than {MAX_PATH} bytes")
-    if paths != [""] and (fault := find_path_fault(paths)) is not None:
+    if not output.is_file and (fault := find_path_fault(paths)) is not None:
         raise InvalidUpdateError(f"{what} with {fault}")

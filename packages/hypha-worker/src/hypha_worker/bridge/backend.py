@@ -282,7 +282,7 @@ class BridgeBackend:
         with self._translating_errors():
             stored = await self.context.control.store_output(name, text)
         files = [OutputFile(path=file.path, size=file.size, checksum=file.digest) for file in stored.files]
-        return SentOutput(output=name, size=sum(file.size for file in stored.files), files=files)
+        return SentOutput(output=name, size=stored.size, files=files)
 
     async def update_progress(self, update: ProgressUpdate) -> ProgressUpdateAnswer:
         """Report progress of the task; return whether it drains."""

@@ -108,7 +108,7 @@ class OutputStore:
             remove_output(target)
             storage.release(target)
             raise
-        self._held[dataset] = HeldOutput(owner, output, target, sum(file.size for file in output.files))
+        self._held[dataset] = HeldOutput(owner, output, target, output.size)
         self._renewed.setdefault(owner.lease, now)
         return output
 

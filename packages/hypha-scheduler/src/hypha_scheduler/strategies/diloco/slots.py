@@ -35,15 +35,15 @@ class Slots:
         """Give a worker a new member number and the lowest free share; one that has a slot keeps it."""
         if (found := self._slots.get(peer)) is not None:
             return found
-        return self._take(peer, self._next)
+        return self.restore(peer, self._next)
 
     def restore(self, peer: PeerId, member: int) -> Slot:
-        """Give a worker the member number that it had in an earlier run of the scheduler."""
-        return self._take(peer, member)
-
-    def reserve(self, members: int) -> None:
-        """Give away no number below `members`, as an earlier run has used them."""
-        self._next = max(self._next, members)
+        """Give a worker the member number that it had in an earlier run of the scheduler, and the lowest free share."""
+        taken = {slot.share for other, slot in self._slots.items() if other != peer}
+        share = next((number for number in range(self.shares) if number not in taken), None)
+        self._slots[peer] = slot = Slot(member, share)
+        self._next = max(self._next, member + 1)
+        return slot
 
     def remove(self, peer: PeerId) -> None:
         """Free the share of a worker that is none any more; its number stays unused."""
@@ -52,10 +52,3 @@ class Slots:
     def of(self, peer: PeerId) -> Slot | None:
         """Return the slot of a worker, or None if it has none."""
         return self._slots.get(peer)
-
-    def _take(self, peer: PeerId, member: int) -> Slot:
-        taken = {slot.share for other, slot in self._slots.items() if other != peer}
-        share = next((number for number in range(self.shares) if number not in taken), None)
-        self._slots[peer] = slot = Slot(member, share)
-        self._next = max(self._next, member + 1)
-        return slot

@@ -6,7 +6,6 @@ Decides what is fetched next; the runner carries it out.
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import anyio.to_thread
 
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredOutput
+from hypha_proto.whole_directory import remove_tree
 from hypha_scheduler.strategies.base import JobContext, RunInBackground
 from hypha_scheduler.strategies.tasks.graph import Key
 from hypha_scheduler.strategies.tasks.instances import Instance
@@ -103,17 +103,9 @@ def _replace(part: Path, target: Path) -> None:
     part.parent.mkdir(parents=True, exist_ok=True)
     if not part.exists():  # an empty folder
         part.mkdir()
-    remove(target)
+    remove_tree(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(part, target)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or folder, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def copies_of_hubs(directory: Path) -> Path:
@@ -123,10 +115,10 @@ def copies_of_hubs(directory: Path) -> Path:
 
 def remove_copies(directory: Path) -> None:
     """Remove the copies, of outputs and from hubs, that were only needed while the job ran."""
-    remove(directory / _COPIES)
-    remove(copies_of_hubs(directory))
+    remove_tree(directory / _COPIES)
+    remove_tree(copies_of_hubs(directory))
 
 
 def remove_incomplete(directory: Path) -> None:
     """Remove what an earlier run of the job has left incomplete."""
-    remove(directory / _INCOMING)
+    remove_tree(directory / _INCOMING)

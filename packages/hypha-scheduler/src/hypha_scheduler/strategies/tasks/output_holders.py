@@ -32,11 +32,6 @@ class MadeOutput:
     copy: Path | None = None
     """Copy at the scheduler, a file or folder."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.output.files)
-
 
 @dataclass(slots=True)
 class OutputHolders:
@@ -99,7 +94,7 @@ class OutputHolders:
         if holder is not None:
             self._to_release[holder].append(output.dataset)
             count, size = self.releasable
-            self.releasable = (count + 1, size + sum(file.size for file in output.files))
+            self.releasable = (count + 1, size + output.size)
 
     def release_all(self) -> None:
         """Have all outputs removed by their holders."""

@@ -41,7 +41,7 @@ def summarize(
             "failures": sum(instance.failures for instance in listed),
             "losses": sum(instance.losses for instance in listed),
             "outputs": len(outputs),
-            "bytes": sum(file.size for output in outputs.values() for file in output.files),
+            "bytes": sum(output.size for output in outputs.values()),
             "bytes_received": sum(counts.received or 0 for counts in traffic.values()),
         },
     }
@@ -66,8 +66,8 @@ def _output(output: StoredOutput, path: Path | None) -> dict[str, object]:
     """Return where an output is, if it is at the scheduler, and what it is: a digest, or one for each of its files."""
     found: dict[str, object] = {
         "path": None if path is None else str(path),
-        "size": sum(file.size for file in output.files),
+        "size": output.size,
     }
-    if len(output.files) == 1 and not output.files[0].path:
+    if output.is_file:
         return {**found, "digest": output.files[0].digest}
     return {**found, "files": [{"path": f.path, "size": f.size, "digest": f.digest} for f in output.files]}
