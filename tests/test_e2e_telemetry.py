@@ -22,7 +22,7 @@ SPANS = {
         "RenewLease",
         "execute task",
         "fetch",
-        "fetch slice",
+        "fetch slices",
         "send pseudo-gradient",
         "receive pseudo-gradient",
         "outer step",
