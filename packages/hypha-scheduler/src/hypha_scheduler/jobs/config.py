@@ -39,8 +39,12 @@ _CAUSAL: Final = "causal-lm"
 _CERTAIN: Final = (_CAUSAL, "masked-lm", "seq2-seq-lm", "sequence-classification", "token-classification",
                    "question-answering", "image-classification", "semantic-segmentation")  # fmt: skip
 """Types whose models take the first of `ModelTable.inputs`, and to train labels; others depend on the architecture."""
-_MAX_AMOUNT: Final = 1e9
+MAX_AMOUNT: Final = 1e9
 """GB, or cores."""
+MAX_SECONDS: Final = 31 * 86400.0
+"""Of a timeout or pause in a job."""
+MAX_WORKERS: Final = 10_000
+"""Of one job."""
 _MAX_LEARNING_RATE: Final = 100.0
 """Far above what trains anything; a larger one is a slip, such as a wrong exponent."""
 _MAX_NORM: Final = 1e9
@@ -457,7 +461,7 @@ class Requirement(Table):
     min: float | None = Field(
         default=None,
         ge=0,
-        le=_MAX_AMOUNT,
+        le=MAX_AMOUNT,
         description="Minimum amount: GB for GPU, Memory and Storage, cores for CPU.",
     )
     kind: str | None = Field(default=None, min_length=1, description="Name of a required executor.")

@@ -17,6 +17,7 @@ import anyio
 from hypha_net.errors import TransferRefusedError
 from hypha_proto.contributions import AwaitCommit, CommitStatus
 from hypha_scheduler.errors import lacks_room, waits_for_room
+from hypha_scheduler.jobs.effect_queue import ROOM_INTERVAL
 from hypha_scheduler.strategies.base import RetryAfter
 from hypha_scheduler.strategies.diloco.result_model import Advance, ResultModel
 
@@ -24,8 +25,6 @@ PAUSED: Final = "paused"
 """Notice that the disk has no room for the weights of a round; its message is the reason."""
 CONTINUED: Final = "continued"
 """Notice that there is room again; its message is for how many seconds there was none."""
-_ROOM_INTERVAL: Final = 2.0
-"""Seconds between attempts to write to a disk without room."""
 _SETTLE_TIMEOUT: Final = 300.0
 """Seconds for the parameter server to say who is a member."""
 _ASK_AGAIN: Final = 10.0
@@ -164,7 +163,7 @@ class RoundCommits:
                 if began is None:
                     began = anyio.current_time()
                     self.notify(PAUSED, waits_for_room(self.result.directory, error))
-                await anyio.sleep(_ROOM_INTERVAL)
+                await anyio.sleep(ROOM_INTERVAL)
             else:
                 if began is not None:
                     self.notify(CONTINUED, anyio.current_time() - began)

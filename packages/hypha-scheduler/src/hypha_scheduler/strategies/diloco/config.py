@@ -14,6 +14,8 @@ from hypha_proto.datasets import SAFETENSORS
 from hypha_proto.prompt_template import columns_of
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
+    MAX_SECONDS,
+    MAX_WORKERS,
     Budget,
     DatasetTable,
     InnerOptimizerTable,
@@ -35,12 +37,10 @@ from hypha_scheduler.jobs.model_files import missing_files
 TRAIN_KIND: Final = "diloco-transformer"
 _DEFAULT_BATCH: Final = 64
 _U32: Final = (1 << 32) - 1
-_MAX_SECONDS: Final = 31 * 86400.0
 _MAX_GRACE: Final = 86400.0
-_MAX_WORKERS: Final = 10_000
 _MAX_TEMPLATE: Final = 10_000
 _CAUSAL_LM: Final = "causal-lm"
-_Seconds = Annotated[float, Field(gt=0, le=_MAX_SECONDS)]
+_Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class OuterOptimizerTable(Table):
@@ -148,20 +148,20 @@ class ResourcesTable(Table):
     num_workers: int = Field(
         default=1,
         ge=1,
-        le=_MAX_WORKERS,
+        le=MAX_WORKERS,
         description="Training workers with which the job starts at once. Lost ones are replaced all job long.",
     )
     min_workers: int | None = Field(
         default=None,
         ge=1,
-        le=_MAX_WORKERS,
+        le=MAX_WORKERS,
         description="Workers with which the job starts after 2 s, and without which it pauses. If unset, it starts "
         "with num_workers and goes on with one.",
     )
     max_workers: int | None = Field(
         default=None,
         ge=1,
-        le=_MAX_WORKERS,
+        le=MAX_WORKERS,
         description="Number of workers to which a job that has started grows; if unset, num_workers.",
     )
     allocation_timeout: _Seconds = Field(

@@ -10,6 +10,8 @@ from hypha_proto.datasets import JSONL, SAFETENSORS
 from hypha_proto.prompt_template import columns_of
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
+    MAX_SECONDS,
+    MAX_WORKERS,
     Budget,
     DatasetTable,
     JobTable,
@@ -51,8 +53,6 @@ _FORMAT_OF: Final = {GENERATE: JSONL}
 """Format of the dataset that a task needs, if it needs a certain one."""
 _GENERATES: Final = ("prompt", "max_new_tokens", "temperature", "top_p", "stop", "chat_template")
 _U32: Final = (1 << 32) - 1
-_MAX_SECONDS: Final = 31 * 86400.0
-_MAX_WORKERS: Final = 10_000
 _MAX_STOPS: Final = 16
 _Column = Annotated[str, Field(min_length=1, max_length=255)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -144,15 +144,15 @@ class ResultsTable(Table):
 class InferenceResourcesTable(Table):
     """``[.resources]``: number, requirements and price of workers."""
 
-    min_workers: int = Field(default=1, ge=1, le=_MAX_WORKERS, description="Workers without which the job fails.")
-    num_workers: int = Field(default=1, ge=1, le=_MAX_WORKERS, description="Workers that the job begins with.")
+    min_workers: int = Field(default=1, ge=1, le=MAX_WORKERS, description="Workers without which the job fails.")
+    num_workers: int = Field(default=1, ge=1, le=MAX_WORKERS, description="Workers that the job begins with.")
     max_workers: int | None = Field(
         default=None,
         ge=1,
-        le=_MAX_WORKERS,
+        le=MAX_WORKERS,
         description="Workers to which the job grows once it has a first result; if unset, num_workers.",
     )
-    allocation_timeout: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] = Field(
+    allocation_timeout: Annotated[float, Field(gt=0, le=MAX_SECONDS)] = Field(
         default=60.0, description="Seconds to find the first min_workers, up to 31 days."
     )
     worker: Requirements = Field(default=(), description="Requirements on a worker; kind names another executor.")

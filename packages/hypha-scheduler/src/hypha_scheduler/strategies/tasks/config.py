@@ -29,7 +29,16 @@ from hypha_proto.ids import NAME, PeerId, find_path_fault, is_inside
 from hypha_proto.resources import Resources
 from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_PATH, MAX_SETTINGS, RESOURCES
 from hypha_scheduler.datasets.dataset import DatasetView
-from hypha_scheduler.jobs.config import SERVE, Budget, JobTable, PriceTable, Table, token_warning
+from hypha_scheduler.jobs.config import (
+    MAX_AMOUNT,
+    MAX_SECONDS,
+    SERVE,
+    Budget,
+    JobTable,
+    PriceTable,
+    Table,
+    token_warning,
+)
 from hypha_scheduler.jobs.source_tables import MAX_TEXT, FileName, S3Table, Sha256, Url
 from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
 
@@ -37,14 +46,12 @@ MAX_INSTANCES: Final = 10_000
 """Largest number of instances of all tasks of a job."""
 _MAX_TASK: Final = MAX_FRAME // 2
 """Bytes of a task, so that its definition fits into a frame."""
-_MAX_AMOUNT: Final = 1e9
-_MAX_SECONDS: Final = 31 * 86400.0
 _U64: Final = (1 << 64) - 1
 _DRIVER: Final = re.compile(rf"{NAME}(/{NAME})?")
 _SOURCES: Final = ("result", "dataset", "huggingface", "peers", "file", "uri", "s3", "dht")
 
 _Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
-_Amount = Annotated[float, Field(ge=0, le=_MAX_AMOUNT)]
+_Amount = Annotated[float, Field(ge=0, le=MAX_AMOUNT)]
 
 
 def _wrap(key: str) -> BeforeValidator:
@@ -257,12 +264,12 @@ class TaskTable(Table):
     count: int = Field(default=1, ge=1, le=MAX_INSTANCES, description="Number of instances of the task.")
     retries: int = Field(default=2, ge=0, le=100, description="Attempts after the first one that has failed.")
     timeout: float | None = Field(
-        default=None, gt=0, le=_MAX_SECONDS, description="Seconds after which an attempt has failed; if unset, none."
+        default=None, gt=0, le=MAX_SECONDS, description="Seconds after which an attempt has failed; if unset, none."
     )
     fetch_timeout: float = Field(
         default=3600.0,
         gt=0,
-        le=_MAX_SECONDS,
+        le=MAX_SECONDS,
         description="Seconds from the start of an attempt until its inputs are there and its executor has started; "
         "then the attempt has failed.",
     )
