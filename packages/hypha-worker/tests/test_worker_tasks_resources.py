@@ -315,12 +315,14 @@ async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTask
         report = await tasks.end("t")
         assert await found_by(lab, report) == {"one": "slice 4", "more": {"a": "slice 1", "b": {"c": "slice 2"}}}
         hub = HuggingFaceReference(repository="org/model", filenames=("/a",))
-        for task, bad in (
-            ("u", TaskResource(name="bad", peers=PeersSource(peers, "numbers", 1, ("../a",)))),
-            ("v", TaskResource(name="bad", huggingface=hub)),
+        for task, bad, reason in (
+            ("u", {"peers": PeersSource(peers, "numbers", 1, ("../a",))}, "which is not inside its folder"),
+            ("v", {"huggingface": hub}, "which is not inside its folder"),
+            ("w", {"peers": PeersSource(peers, "numbers", 1, ("a", "./a"))}, "which overlap"),
+            ("x", {"peers": PeersSource(peers, "numbers", 1, ("a" * 256,))}, "which is longer than 255 bytes"),
         ):
-            tasks.start(lease, task, resources=(bad,))
-            assert "which is not inside the resource" in (await tasks.failure(task)).reason
+            tasks.start(lease, task, resources=(TaskResource(name="bad", **bad),))  # type: ignore[arg-type]
+            assert reason in (await tasks.failure(task)).reason
 
 
 async def test_a_token_reaches_neither_process_nor_reports(

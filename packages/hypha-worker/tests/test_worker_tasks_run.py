@@ -297,6 +297,7 @@ BAD_SPECS = {
     "whole": ({"outputs": {"o": "."}}, "not inside"),
     "resources": ({"outputs": {"o": "resources/x"}}, "'resources' and 'resources/x', which overlap"),
     "overlap": ({"outputs": {"o": "a", "p": "a/b"}}, "'a' and 'a/b', which overlap"),
+    "too long": ({"outputs": {"o": "a" * 256}}, "which is longer than 255 bytes"),
     "name": ({"outputs": {"a/b": "x"}}, "output 'a/b' is no name"),
     "many": ({"outputs": {f"o{n}": f"p{n}" for n in range(101)}}, "limit of 100"),
 }

@@ -151,6 +151,10 @@ def check_digest(text: str) -> str:
     return text
 
 
+MAX_PATH: Final = 255
+"""Maximum number of bytes in a path inside an output or a resource."""
+
+
 def is_inside(path: str) -> bool:
     """Return whether a path names something inside its folder: relative, with no way up and no null byte."""
     parsed = PurePosixPath(path)
@@ -163,6 +167,8 @@ def find_path_fault(paths: Iterable[str]) -> str | None:
     for path in ordered:
         if not is_inside(path):
             return f"{path[:80]!r}, which is not inside its folder"
+        if len(path.encode(errors="surrogatepass")) > MAX_PATH:
+            return f"{path[:80]!r}…, which is longer than {MAX_PATH} bytes"
     for outer, inner in pairwise(ordered):
         if PurePosixPath(inner).is_relative_to(outer):
             return f"{outer[:80]!r} and {inner[:80]!r}, which overlap"

@@ -25,8 +25,6 @@ MAX_FRAME: Final = 1 << 20
 """Limit of an encoded frame in bytes."""
 MAX_OUTPUT_FILES: Final = 2000
 """Largest number of files in all outputs of one attempt at a task."""
-MAX_PATH: Final = 255
-"""Largest number of bytes in the path of a file of an output."""
 MAX_SETTINGS: Final = 64 << 10
 """Largest number of bytes in the settings of a task."""
 MAX_ENTRIES: Final = 100

@@ -31,7 +31,7 @@ from hypha_scheduler.strategies.base import Effects, JobContext
 MAX_LOCATED_FILES: Final = 4000
 """Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
 _MAX_NAME: Final = 50
-"""Characters of a dataset's name in the names of files; together with the rest they fit into `tasks.MAX_PATH` bytes."""
+"""Characters of a dataset's name in the names of files; together with the rest they fit into `ids.MAX_PATH` bytes."""
 _MAX_TEXT: Final = 400
 
 

@@ -11,7 +11,6 @@ from typing import Final
 from hypha_proto.ids import find_path_fault
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
-    MAX_PATH,
     StatusUpdate,
     StoredOutput,
     TaskFailed,
@@ -133,8 +132,7 @@ def _check_output(output: StoredOutput) -> None:
     what = f"the output {output.name[:80]!r}"
     if not 0 < len(output.dataset) <= _MAX_DATASET:
         raise InvalidUpdateError(f"{what} under a dataset's name of {len(output.dataset)} characters")
-    paths = [file.path for file in output.files]
-    if any(len(path.encode()) > MAX_PATH for path in paths):
-        raise InvalidUpdateError(f"{what} with a file at a path of more than {MAX_PATH} bytes")
-    if not output.is_file and (fault := find_path_fault(paths)) is not None:
+    if any(not file.digest.startswith("blake3:") for file in output.files):
+        raise InvalidUpdateError(f"{what} with a digest which is not of blake3")
+    if not output.is_file and (fault := find_path_fault(file.path for file in output.files)) is not None:
         raise InvalidUpdateError(f"{what} with {fault}")

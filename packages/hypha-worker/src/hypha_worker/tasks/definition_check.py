@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
-from hypha_proto.ids import NAME, find_path_fault, is_inside
+from hypha_proto.ids import NAME, find_path_fault
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.tasks import (
     MAX_ENTRIES,
@@ -91,9 +91,8 @@ def _check_resources(resources: tuple[TaskResource, ...]) -> None:
 def _check_filenames(name: str, filenames: tuple[str, ...]) -> None:
     if len(filenames) > MAX_FILENAMES:
         raise DefinitionError(f"resource {name}: {len(filenames)} filenames are over the limit of {MAX_FILENAMES}")
-    for filename in filenames:
-        if not is_inside(filename):
-            raise DefinitionError(f"resource {name}: filenames has {filename[:80]!r}, which is not inside the resource")
+    if (fault := find_path_fault(filenames)) is not None:
+        raise DefinitionError(f"resource {name}: filenames have {fault}")
 
 
 def _check_outputs(outputs: tuple[OutputPath, ...]) -> None:

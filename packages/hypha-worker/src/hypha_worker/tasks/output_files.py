@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 
 from blake3 import blake3
 
-from hypha_proto.tasks import MAX_PATH, StoredFile
+from hypha_proto.ids import MAX_PATH
+from hypha_proto.tasks import StoredFile
 from hypha_worker.errors import ExecutionError
 from hypha_worker.file_copy import copy_range, hash_file
 from hypha_worker.openat import LinkInPathError, irregular_kind, open_regular_path

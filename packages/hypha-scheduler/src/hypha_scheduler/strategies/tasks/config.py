@@ -25,9 +25,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hypha_proto.codec import check_depth
 from hypha_proto.errors import InvalidIdError
-from hypha_proto.ids import NAME, PeerId, find_path_fault, is_inside
+from hypha_proto.ids import MAX_PATH, NAME, PeerId, find_path_fault, is_inside
 from hypha_proto.resources import Resources
-from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_PATH, MAX_SETTINGS, RESOURCES
+from hypha_proto.tasks import MAX_ENTRIES, MAX_FILENAMES, MAX_FRAME, MAX_SETTINGS, RESOURCES
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
     MAX_AMOUNT,
