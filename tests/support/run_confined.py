@@ -28,6 +28,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
     work_dir = Path(options["work_dir"])
     private = (work_dir, Path(options["key"]))
     stack = make_stack(work_dir, private=private, disabled=options["disabled"])
+    stack.sweep()
     job = work_dir / "hypha-job"
     job.mkdir(mode=0o700, exist_ok=True)
     (job / "given").write_text("by the worker")

@@ -23,6 +23,7 @@ from support.process_ready import is_alive
 from support.waiting import wait_until
 
 from hypha_worker.executors.isolation.own_uid import COUNT, FIRST_UID
+from hypha_worker.work_dir import work_dir_key
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
 NO_SANDBOX: dict[str, Any] = {"disabled": ["bubblewrap"]}
@@ -455,7 +456,9 @@ def test_orphans_of_a_job_that_ignores_sigterm_end_with_it(runs: ConfinedRuns, d
 
 
 @pytest.mark.parametrize("disabled", [[], ["bubblewrap"], ["bubblewrap", "cgroup"]], ids=str)
-def test_a_killed_worker_leaves_no_process(runs: ConfinedRuns, disabled: list[str]) -> None:
+def test_a_killed_worker_leaves_no_process_and_nothing_in_the_way_of_the_next(
+    runs: ConfinedRuns, disabled: list[str]
+) -> None:
     pause = str(800_000 + os.getpid())
     script = LEAVES_AN_ORPHAN.replace("987654", pause) + "\nprint('on')\ntime.sleep(60)"
     worker = subprocess.Popen(runs.command(script, disabled=disabled), stdout=subprocess.PIPE, text=True)
@@ -466,6 +469,9 @@ def test_a_killed_worker_leaves_no_process(runs: ConfinedRuns, disabled: list[st
         before = psutil.Process(worker.pid).children(recursive=True)
         worker.kill()
     wait_until(lambda: not sleepers(pause) and not any(map(is_alive, before)), 30, "all processes end")
+    assert runs.run("", disabled=disabled).exit_code == 0
+    left = [path.parent for path in Path("/sys/fs/cgroup").rglob(f"hypha-{work_dir_key(runs.work_dir)}.*/cgroup.procs")]
+    assert left == []
 
 
 @pytest.mark.nightly
