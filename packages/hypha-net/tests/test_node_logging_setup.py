@@ -43,6 +43,18 @@ def test_exception_text_cannot_forge_a_record() -> None:
     assert all(line.startswith("  ") for line in others)
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_long_text_is_shortened_after_its_secrets_are_hidden(form: logging_setup.LogFormat) -> None:
+    out = io.StringIO()
+    logging_setup.configure_logs(form, "info", out)
+    _log.info("push of %s is refused", "https://host/?key=" + "secret" * 10_000 + " " + "x" * 100_000)
+    shown = out.getvalue()
+    assert "push of https://host/" in shown
+    assert "xx is refused" in shown
+    assert "secret" not in shown
+    assert len(shown) < 9000
+
+
 def test_peers_are_named_and_json_has_their_ids() -> None:
     peer, stranger = (PeerId.from_public_key(bytes([number]) * 32) for number in (7, 8))
     learn_name(peer, "gpu-\x1b3")

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from hypha_data.catalog import Dataset, open_dataset
 from hypha_data.digest_cache import DigestCache, ignore_progress
-from hypha_data.errors import quote
 from hypha_data.jsonl import RowFormatError, parse_row
 from hypha_data.sources.reader import LABELS, MAX_CLASSES
 from hypha_proto.datasets import JSONL, SAFETENSORS, SliceEntry
 from hypha_proto.errors import TensorFileError
 from hypha_proto.file_kinds import is_text
 from hypha_proto.safetensors_io import TensorFile, to_float32
+from hypha_proto.texts import quote
 
 _SHOWN_ROWS: Final = 3
 _SHOWN_VALUES: Final = 8

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from hypha_data.digest_cache import Fingerprint, OnRead
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_proto.codec import MAX_JSON_DEPTH, check_depth
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote
 
 MAX_LINE: Final = 1 << 20
 """Largest length of a line in bytes, without its end."""

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources.reader import import_extra
 from hypha_data.sources.table import RowBlock
+from hypha_proto.texts import quote
 
 _ROWS: Final = 8192
 """Largest number of rows of a block."""

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources.arrow_columns import import_arrow
 from hypha_data.sources.plain_bytes import open_plain
 from hypha_data.sources.reader import MAX_TEXT
 from hypha_data.sources.table import RowBlock
 from hypha_data.sources.text_encoding import MAX_LINE, check_encoding, decode_lines
+from hypha_proto.texts import quote
 
 _MAX_COLUMNS: Final = 10_000
 _BLOCK_TEXT: Final = 1 << 19

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources.plain_bytes import COMPRESSED, is_compressed
 from hypha_data.sources.reader import import_extra
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote
 
 SUFFIXES: Final = (".parquet", ".jsonl", ".csv")
 _SPLIT_NAMES: Final = re.compile(r"(?:^|[^a-z])(?:train|test|validation|valid|val|dev)(?:[^a-z]|$)")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources.options import ReadOptions
 from hypha_data.sources.reader import (
     BLOCK_BYTES,
@@ -26,6 +26,7 @@ from hypha_data.sources.reader import (
     import_extra,
     in_blocks,
 )
+from hypha_proto.texts import quote
 
 IMAGE_SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 MAX_PIXELS: Final = 16 << 20

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final, cast
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources.reader import import_extra
+from hypha_proto.texts import quote
 
 COMPRESSED: Final = (".gz", ".zst")
 """Suffixes of compressed files, beside that of the format."""

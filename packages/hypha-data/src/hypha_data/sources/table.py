@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources import arrow_columns
 from hypha_data.sources.options import ReadOptions
 from hypha_data.sources.reader import (
@@ -35,6 +35,7 @@ from hypha_data.sources.reader import (
 )
 from hypha_data.sources.tokenizer import Tokenizer
 from hypha_proto.safetensors_io import STORED_DTYPES
+from hypha_proto.texts import quote
 
 TEXT: Final = "text"
 """Kind of a column, and name of the tensor of the column `--text`."""

@@ -9,10 +9,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha_data.errors import DatasetError, quote
+from hypha_data.errors import DatasetError
 from hypha_data.sources.reader import Arrays, SampleLayout, import_extra
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote
 
 _FILE: Final = "tokenizer.json"
 _PAD_TOKENS: Final = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>", "<|finetune_right_pad_id|>")

@@ -14,6 +14,7 @@ from typing import Final, Literal, TextIO
 
 from hypha_net.peer_names import find_peer_ids, name_peers
 from hypha_net.redaction import redact_urls
+from hypha_proto.texts import shorten
 
 LogFormat = Literal["text", "json"]
 
@@ -23,6 +24,8 @@ _WARNINGS_ONLY: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "a
 FLOOD: Final = 500
 """Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0
+_LONGEST: Final = 8192
+"""Characters of a record's text: what a peer sends may be longer."""
 _LISTENERS: Final = "trio.serve_listeners"
 """Logger of trio's listeners, which retry ten times a second to accept a connection while no file can be opened."""
 _CONTROL: Final = {
@@ -85,17 +88,17 @@ def _escape(text: str) -> str:
     return text.translate(_CONTROL)
 
 
-def _clean(text: str) -> str:
-    """Return a text without secret parts of URLs, with the names of peers."""
-    return name_peers(redact_urls(text))
+def _message(record: logging.LogRecord) -> str:
+    """Return the text of a record without secret parts of URLs, its middle left out if it is long."""
+    return shorten(redact_urls(record.getMessage()), _LONGEST)
 
 
 class _TextFormatter(logging.Formatter):
     """Text lines such as ``2026-01-01T12:00:00.000Z INFO hypha_worker.bidding.arbiter: …``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(_clean(record.getMessage()))}"
-        exception = _clean(self.formatException(record.exc_info)) if record.exc_info else ""
+        text = f"{_time(record)} {record.levelname} {record.name}: {_escape(name_peers(_message(record)))}"
+        exception = name_peers(redact_urls(self.formatException(record.exc_info))) if record.exc_info else ""
         return f"{text}\n  {_escape(exception)}" if exception else text
 
 
@@ -103,15 +106,15 @@ class _JsonFormatter(logging.Formatter):
     """One JSON object per line: time, level, logger, message, and ids of peers and exception if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = record.getMessage()
+        message = _message(record)
         entry: dict[str, object] = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": _clean(message),
+            "message": name_peers(message),
         }
         if peers := find_peer_ids(message):
             entry["peers"] = peers
         if record.exc_info:
-            entry["exception"] = _clean(self.formatException(record.exc_info))
+            entry["exception"] = name_peers(redact_urls(self.formatException(record.exc_info)))
         return json.dumps(entry, ensure_ascii=False)
