@@ -199,7 +199,7 @@ class Rounds:
         return claimed
 
     def waiting_files(self) -> int:
-        staging = self.context.storage.files.staging / "pushes"
+        staging = self.context.storage.files.staging
         return len(list(staging.iterdir())) if staging.exists() else 0
 
 

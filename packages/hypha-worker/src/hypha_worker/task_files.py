@@ -101,16 +101,15 @@ class TaskFiles:
 
     # -------------------------------------------------------------------------------------------------------- staging
 
-    def staging_folder(self, *names: str) -> Path:
-        """Return a folder for incomplete files, which is made if it is missing."""
-        folder = self.staging.joinpath(*names)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder
+    def staging_folder(self) -> Path:
+        """Return the folder for incomplete files, which is made if it is missing."""
+        self.staging.mkdir(mode=0o700, exist_ok=True)
+        return self.staging
 
     @contextmanager
-    def staged(self, *names: str) -> Iterator[Path]:
+    def staged(self) -> Iterator[Path]:
         """Yield a path for a new file or folder in `staging_folder`; remove what is still there on exit."""
-        path = self.staging_folder(*names) / secrets.token_hex(8)
+        path = self.staging_folder() / secrets.token_hex(8)
         try:
             yield path
         finally:

@@ -65,7 +65,7 @@ class ReceiveQueue:
     def new_path(self) -> Path:
         """Return a path for a file that is about to come."""
         self._accepted += 1
-        return self.storage.files.staging_folder("pushes") / f"{self._accepted:06d}"
+        return self.storage.files.staging_folder() / f"{self._accepted:06d}"
 
     def add_pulled(self, peer: PeerId, header: PushHeader, path: Path) -> None:
         """Queue a file that was pulled as if `peer` had pushed it."""

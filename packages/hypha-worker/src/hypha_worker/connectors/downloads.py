@@ -32,7 +32,7 @@ from hypha_worker.task_storage import TaskStorage
 @contextmanager
 def _staged(storage: TaskStorage) -> Iterator[Path]:
     """Yield the path of an incomplete file; remove it on exit, if it is still there."""
-    with storage.files.staged("downloads") as path:
+    with storage.files.staged() as path:
         try:
             yield path
         except StorageExceededError as error:

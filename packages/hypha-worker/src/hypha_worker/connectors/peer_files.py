@@ -204,7 +204,7 @@ class PeerFiles:
         Raises:
             BridgeError: as `pull`, or `target` cannot be used.
         """
-        with self.storage.files.staged("pulls") as staged:
+        with self.storage.files.staged() as staged:
             pulled, peer = await self.pull(peers, address, staged, digest, check=check, is_slice=is_slice)
             self.storage.files.publish(staged, target)
         return fetched_file(target, pulled.size, pulled.digest, source=f"peer:{peer}")

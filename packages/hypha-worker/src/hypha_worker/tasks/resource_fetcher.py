@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -264,7 +263,7 @@ class ResourceFetcher:
             ResourceError: there is none, or the answer cannot be used.
         """
         name, known = resource.name, resource.location
-        staged = _StagedFiles(self.storage.files.staging_folder(f"{RESOURCES}-{name}"), resource.dataset is not None)
+        staged = _StagedFiles(self.storage.files.staging_folder() / f"{RESOURCES}-{name}", resource.dataset is not None)
         failures: tuple[FailedHolder, ...] = ()
         rounds = 0
         while True:
@@ -309,13 +308,16 @@ class ResourceFetcher:
 
     async def _await_push(self, announced: AwaitPush, staged: _StagedFiles) -> None:
         staged.complete.clear()
-        job, folder = self.attempt.job_id, staged.folder
-        with self.resource_pushes.expecting(announced, job, folder, self.storage) as delivery:
-            try:
-                await delivery.wait()
-            except PushStalledError as error:
-                raise _HolderFailures([FailedHolder(peer, str(error)) for peer in announced.senders]) from error
-        staged.complete.update(range(len(announced.files)))
+        with self.storage.files.staged() as folder:
+            folder.mkdir(mode=0o700)
+            with self.resource_pushes.expecting(announced, self.attempt.job_id, folder, self.storage) as delivery:
+                try:
+                    await delivery.wait()
+                except PushStalledError as error:
+                    raise _HolderFailures([FailedHolder(peer, str(error)) for peer in announced.senders]) from error
+            for index in range(len(announced.files)):
+                os.replace(folder / str(index), staged.path(index))
+                staged.complete.add(index)
 
     async def _pull_files(self, files: Sequence[LocatedFile], staged: _StagedFiles) -> None:
         """Pull what is not here yet, some files at once; try all of them before a failure is reported."""
@@ -323,7 +325,7 @@ class ResourceFetcher:
 
         async def pull(index: int) -> None:
             async with self._places:
-                found = await self._pull_file(files[index], staged.folder / str(index), staged.is_cached)
+                found = await self._pull_file(files[index], staged.path(index), staged.is_cached)
             if not found:
                 staged.complete.add(index)
             for failure in found:
@@ -370,12 +372,17 @@ class ResourceFetcher:
 class _StagedFiles:
     """The files of a located resource, each under its index, until all are there."""
 
-    folder: Path
+    place: Path
+    """Path of a folder that is made when they are to be parted by their paths; their own paths begin with it."""
     is_cached: bool = False
     """Whether the worker's cache keeps them: datasets are used again, results of tasks hardly ever."""
     files: Sequence[LocatedFile] = ()
     complete: set[int] = field(default_factory=set)
     """Indices of files that are here."""
+
+    def path(self, index: int) -> Path:
+        """Return the path of a file."""
+        return self.place.with_name(f"{self.place.name}-{index}")
 
     def expect(self, files: Sequence[LocatedFile]) -> None:
         """Expect these files; keep those that are here and are known to be the same."""
@@ -386,22 +393,20 @@ class _StagedFiles:
             for index in self.complete
             if index < len(files) and (digest := files[index].digest) is not None and digest == before[index].digest
         }
-        for left in self.folder.iterdir():
-            if left.name.isdecimal() and int(left.name) not in self.complete:
-                left.unlink()
+        for index in set(range(len(before))) - self.complete:
+            self.path(index).unlink(missing_ok=True)
 
     def publish(self, task_files: TaskFiles, target: PurePosixPath) -> None:
-        """Move the files to their places in the task's folder, all at once, and remove what was left of others."""
-        found = self.folder / "0"
+        """Move the files to their places in the task's folder, all at once."""
+        found = self.path(0)
         if len(self.files) != 1 or self.files[0].path:
-            found = self.folder / "tree"
+            found = self.place
             found.mkdir(mode=0o700)
             for index, file in enumerate(self.files):
                 place = found / file.path
                 place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.replace(self.folder / str(index), place)
+                os.replace(self.path(index), place)
         task_files.publish(found, target)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
