@@ -69,7 +69,7 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskUpdate,
 )
-from hypha_scheduler.submission.server import socket_path
+from hypha_scheduler.submission.client import socket_path
 from support.task_stream_worker import TaskStreamWorker
 
 DATASET = "digits"

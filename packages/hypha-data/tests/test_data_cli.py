@@ -28,7 +28,7 @@ def test_verify_is_an_option_of_run(
         configured.append(config)
         return 0
 
-    monkeypatch.setattr("hypha_net.node.cli.run_daemon", run_daemon)
+    monkeypatch.setattr("hypha_net.node.lifecycle.run_daemon", run_daemon)
     done = CliRunner().invoke(main, ["run", "--config", str(file), *options])
     assert done.exit_code == 0, done.output
     assert [config.verify for config in configured] == [verify]
@@ -44,7 +44,7 @@ def test_provide_prints_digests_and_runs_with_the_files(tmp_path: Path, monkeypa
         configured.append(config)
         return 0
 
-    monkeypatch.setattr("hypha_net.node.cli.run_daemon", run_daemon)
+    monkeypatch.setattr("hypha_net.node.lifecycle.run_daemon", run_daemon)
     done = CliRunner().invoke(main, ["provide", str(model), "--config", str(file)])
     assert done.exit_code == 0, done.output
     assert f"{hashlib.sha256(b'weights').hexdigest()}  {model}" in done.output

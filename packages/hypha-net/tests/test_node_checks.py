@@ -123,7 +123,7 @@ async def serve(_config: NodeConfig, _node: Node) -> None:
 
 def test_probe_names_a_gateway_that_is_not_there(tmp_path: Path) -> None:
     Authority(tmp_path).files("worker")
-    main = Program("hypha-net", NodeConfig, serve, role="worker").cli()
+    main = Program("hypha-net", lambda: NodeConfig, serve, role="worker").cli()
     file = tmp_path / "worker.toml"
     assert CliRunner().invoke(main, ["init", "--out", str(file)]).exit_code == 0
     with socket.socket() as unused:

@@ -45,7 +45,7 @@ def detect() -> dict[str, object]:
 
 
 # the version is that of the distribution with this name
-main = Program("hypha-net", ExampleConfig, serve, role="worker", example=detect).cli()
+main = Program("hypha-net", lambda: ExampleConfig, serve, role="worker", example=detect).cli()
 
 
 def run(*args: object, env: dict[str, str] | None = None) -> Result:

@@ -43,9 +43,8 @@ from hypha_scheduler.strategies.base import (
     TaskStarted,
     WriteJournal,
 )
-from hypha_scheduler.submission.client import SchedulerEndedError, submit_job
+from hypha_scheduler.submission.client import SchedulerEndedError, socket_path, submit_job
 from hypha_scheduler.submission.resumption import ResumableJob, find_jobs_to_take_up
-from hypha_scheduler.submission.server import socket_path
 
 GRACE = 120.0
 

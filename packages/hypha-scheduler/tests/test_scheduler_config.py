@@ -471,7 +471,15 @@ def test_init_writes_a_job_file_that_submit_reads_with_every_option(
     assert not (tmp_path / "other.toml").exists()
 
 
-def test_commands_do_not_import_numpy() -> None:
-    code = "import sys, hypha_scheduler.config, hypha_scheduler.submission.client; print('numpy' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert loaded.stdout == "False\n"
+@pytest.mark.parametrize(
+    ("words", "unneeded"),
+    [(["schema"], {"numpy"}), (["jobs", "--config", "scheduler.toml"], {"numpy", "pydantic", "trio"})],
+    ids=["schema", "jobs"],
+)
+def test_a_command_imports_what_it_needs_only(words: list[str], unneeded: set[str], tmp_path: Path) -> None:
+    (tmp_path / "scheduler.toml").touch()
+    command = [sys.executable, "-X", "importtime", "-c", "from hypha_scheduler.cli import main; main()", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "hypha_scheduler.cli" in imported
+    assert not imported & unneeded

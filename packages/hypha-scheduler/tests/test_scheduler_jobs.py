@@ -24,9 +24,8 @@ from hypha_scheduler.errors import JobCancelledError, JobFailedError
 from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.strategies.base import BY_OWNER, Effects, EndJob, JobContext
 from hypha_scheduler.submission.active_jobs import ActiveJob
-from hypha_scheduler.submission.client import JobCommandError, attach_job, send_command, submit_job
+from hypha_scheduler.submission.client import JobCommandError, attach_job, send_command, socket_path, submit_job
 from hypha_scheduler.submission.queue_files import read_queue, write_queued
-from hypha_scheduler.submission.server import socket_path
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,11 @@ from hypha_proto.resources import Resources
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, OfferedExecutor, WorkerStatus
 from hypha_scheduler.cli import main
 from hypha_scheduler.client import AsyncClient, Client, JobCommandError, LogLine
+from hypha_scheduler.submission.client import socket_path
 from hypha_scheduler.submission.log_client import MAX_BYTES, JobLogs, split_lines
 from hypha_scheduler.submission.log_relay import LogRelay
 from hypha_scheduler.submission.node_directory import NodeDirectory
-from hypha_scheduler.submission.server import SubmissionServer, socket_path
+from hypha_scheduler.submission.server import SubmissionServer
 
 STATUS = WorkerStatus(
     total=Resources(cpu=8.0, memory=32.0),

@@ -24,9 +24,9 @@ from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.registry import parse_job
-from hypha_scheduler.submission.client import resume_job
+from hypha_scheduler.submission.client import resume_job, socket_path
 from hypha_scheduler.submission.resumption import find_resumable, revealed
-from hypha_scheduler.submission.server import SubmissionServer, socket_path
+from hypha_scheduler.submission.server import SubmissionServer
 
 JOB_ID = uuid.UUID(int=5)
 ROWS = (3, 2, 4)

@@ -24,8 +24,8 @@ from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.submission.client import configured_socket, read_job
-from hypha_scheduler.submission.server import SubmissionServer, parse_job, socket_path
+from hypha_scheduler.submission.client import configured_socket, read_job, socket_path
+from hypha_scheduler.submission.server import SubmissionServer, parse_job
 
 JOB = """
 [scheduler.job]

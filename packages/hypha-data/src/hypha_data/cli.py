@@ -35,7 +35,7 @@ def _checks(config: DataConfig, _live: bool) -> Iterator[Check]:
 
 main = Program(
     "hypha-data",
-    DataConfig,
+    lambda: DataConfig,
     _serve,
     role="data",
     example={"dataset_path": "dataset"},

@@ -16,5 +16,10 @@ def _checks(config: GatewayConfig, _live: bool) -> Iterator[Check]:
 
 
 main = Program(
-    "hypha-gateway", GatewayConfig, serve, role="gateway", example={"state_dir": "gateway-state"}, checks=_checks
+    "hypha-gateway",
+    lambda: GatewayConfig,
+    serve,
+    role="gateway",
+    example={"state_dir": "gateway-state"},
+    checks=_checks,
 ).cli()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hypha_net.node.checks import Check, check_folder
 from hypha_net.node.cli import (
     InitFile,
     Program,
@@ -19,10 +18,11 @@ from hypha_net.node.cli import (
     set_option,
 )
 from hypha_scheduler.cli_jobs import add_job_commands, show_answers
-from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError, JobRefusedError
 
 if TYPE_CHECKING:
+    from hypha_net.node.checks import Check
+    from hypha_scheduler.config import SchedulerConfig
     from hypha_scheduler.submission.resumption import ResumableJob
 
 _EXAMPLE_JOB: dict[str, Any] = {
@@ -34,6 +34,12 @@ _EXAMPLE_JOB: dict[str, Any] = {
 _EXAMPLE: dict[str, Any] = {"output_dir": "runs", "scheduler": {"job": _EXAMPLE_JOB}}
 
 
+def _load_model() -> type[SchedulerConfig]:
+    from hypha_scheduler.config import SchedulerConfig
+
+    return SchedulerConfig
+
+
 async def _serve(config: SchedulerConfig, node: Any) -> None:
     from hypha_scheduler.service import serve  # imported late: `--help` and `init` do not need it
 
@@ -41,6 +47,8 @@ async def _serve(config: SchedulerConfig, node: Any) -> None:
 
 
 def _checks(config: SchedulerConfig, _live: bool) -> Iterator[Check]:
+    from hypha_net.node.checks import check_folder
+
     yield from check_folder("output_dir", config.runs_dir)
 
 
@@ -58,7 +66,7 @@ def _job_file() -> str:
 
 main = Program(
     "hypha-scheduler",
-    SchedulerConfig,
+    _load_model,
     _serve,
     role="scheduler",
     example=_EXAMPLE,
@@ -88,7 +96,7 @@ def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool)
     from hypha_scheduler.cli_jobs import find_directory
     from hypha_scheduler.submission.resumption import find_resumable
 
-    config = load_configuration(SchedulerConfig, file, settings, "hypha-scheduler")
+    config = load_configuration(_load_model(), file, settings, "hypha-scheduler")
     try:
         found = find_resumable(
             find_directory(job, config.runs_dir), config.runs_dir, config.jobs, config.scheduler.strategies
@@ -101,9 +109,8 @@ def resume(job: str, file: Path | None, settings: tuple[str, ...], detach: bool)
 
 def _resume_at_running(config: SchedulerConfig, found: ResumableJob, *, detach: bool) -> bool:
     """Let a running scheduler resume a job; return False if none is running."""
-    from hypha_scheduler.submission.client import NoSchedulerError, SchedulerEndedError, resume_job
+    from hypha_scheduler.submission.client import NoSchedulerError, SchedulerEndedError, resume_job, socket_path
     from hypha_scheduler.submission.resumption import revealed
-    from hypha_scheduler.submission.server import socket_path
 
     socket = socket_path(config.runs_dir)
     answers = resume_job(socket, found.directory, revealed(found.job), detach=detach)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from hypha_net.node.cli import BAD_USAGE, UnreachableNetworkError, config_option, since_option, table_format_option
-from hypha_net.node.lifecycle import INTERRUPTED
+from hypha_net.node.cli import UnreachableNetworkError, config_option, since_option, table_format_option
+from hypha_net.node.exit_codes import BAD_USAGE, INTERRUPTED
 
 if TYPE_CHECKING:
     from hypha_scheduler.submission.client import Heard, JobCommandError
@@ -423,8 +423,7 @@ def find_directory(wanted: str, runs: Path) -> Path:
         click.ClickException: there is none, or there are several.
     """
     from hypha_scheduler.submission.catalog import ACTIVE, find_jobs
-    from hypha_scheduler.submission.client import JobCommandError, NoSchedulerError, send_command
-    from hypha_scheduler.submission.server import socket_path
+    from hypha_scheduler.submission.client import JobCommandError, NoSchedulerError, send_command, socket_path
 
     if Path(wanted).is_dir():
         return Path(wanted)

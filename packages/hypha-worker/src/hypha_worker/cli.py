@@ -92,7 +92,7 @@ def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:
 
 main = Program(
     "hypha-worker",
-    WorkerConfig,
+    lambda: WorkerConfig,
     _serve,
     role="worker",
     example=example,

@@ -1,8 +1,8 @@
 """Command line shared by all daemons: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
 
-A program builds its command line from its model and its coroutine: ``main = Program("hypha-data", DataConfig,
-serve, role="data").cli()``, and may add commands to it. Slow imports happen only in the command that needs them. Calls
-`config.loader` for the configuration and `lifecycle` to run.
+A program builds its command line from its model and its coroutine: ``main = Program("hypha-data", load_model, serve,
+role="data").cli()``, and may add commands to it. What is slow to import, as all models are, is imported in the command
+that needs it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from importlib.metadata import version as package_version
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from hypha_net.node.accounts import parse_since
-from hypha_net.node.checks import Check, check_gateways, check_node
-from hypha_net.node.config.errors import ConfigError
-from hypha_net.node.config.loader import Loaded, load_config
-from hypha_net.node.config.models import NodeConfig
-from hypha_net.node.lifecycle import DONE, FAILED, INTERRUPTED, Serve, early_signals, run_daemon
+from hypha_net.node.exit_codes import BAD_USAGE, DONE, FAILED, INTERRUPTED, UNREACHABLE
 from hypha_net.node.logging_setup import LEVELS, configure_logs
+
+if TYPE_CHECKING:
+    from hypha_net.node.checks import Check
+    from hypha_net.node.config.loader import Loaded
+    from hypha_net.node.config.models import NodeConfig
+    from hypha_net.node.lifecycle import Serve
 
 _log = logging.getLogger(__name__)
 
-BAD_USAGE: Final = 2
-UNREACHABLE: Final = 3
-
-C = TypeVar("C", bound=NodeConfig)
+C = TypeVar("C", bound="NodeConfig")
 Values = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 Examine = Callable[[], tuple[Sequence[str], Any]]
 """Examines the machine; returns lines for people, and the same as JSON."""
-RunChecks = Callable[[C, bool], Iterable[Check]]
+RunChecks: TypeAlias = "Callable[[C, bool], Iterable[Check]]"
 """Yields a program's own checks; with True (``probe``) also those that start processes."""
 
 
@@ -149,6 +148,9 @@ def load_configuration(model: type[C], file: Path | None, settings: tuple[str, .
 
 
 def _load(model: type[C], file: Path | None, settings: tuple[str, ...], name: str) -> Loaded[C]:
+    from hypha_net.node.config.errors import ConfigError
+    from hypha_net.node.config.loader import load_config
+
     try:
         return load_config(model, file, os.environ, _flags(settings))
     except ConfigError as error:
@@ -162,8 +164,8 @@ class Program(Generic[C]):
 
     name: str
     """Name of the program and of its distribution, such as ``hypha-data``."""
-    config: type[C]
-    """Model of its configuration."""
+    load_model: Callable[[], type[C]]
+    """Imports the model of its configuration."""
     serve: Serve[C]
     """Coroutine of the program."""
     _: KW_ONLY
@@ -214,12 +216,14 @@ class Program(Generic[C]):
 
     def load(self, file: Path | None, settings: tuple[str, ...]) -> Loaded[Any]:
         """Load the configuration, or exit with code 2 and all problems."""
-        return _load(self.config, file, settings, self.name)
+        return _load(self.load_model(), file, settings, self.name)
 
     def run(
         self, file: Path | None, *, settings: tuple[str, ...], check: bool, log_format: str, log_level: str
     ) -> None:
         """Run the daemon and exit with its code, or only check the configuration."""
+        from hypha_net.node.lifecycle import early_signals, run_daemon
+
         configure_logs("json" if log_format == "json" else "text", log_level)
         with early_signals():
             loaded = self.load(file, settings)
@@ -234,6 +238,8 @@ class Program(Generic[C]):
 
     def offline_checks(self, loaded: Loaded[Any], *, live: bool) -> Iterable[Check]:
         """Yield the checks that need no network, and the configuration's warnings that none of them reports."""
+        from hypha_net.node.checks import check_node
+
         told = set()
         for found in check_node(loaded.config, self.role, live=live):
             yield found
@@ -302,7 +308,7 @@ def _init(program: Program[Any]) -> click.Command:
             return
         from hypha_net.node.config.toml_output import render_config
 
-        text = render_config(program.config, _example(program, name, lan=lan), program.name)
+        text = render_config(program.load_model(), _example(program, name, lan=lan), program.name)
         _write(out or Path(f"{program.role}.toml"), text, force=force)
 
     if other is not None:
@@ -333,7 +339,7 @@ def _write(out: Path, text: str, *, force: bool) -> None:
 def _example(program: Program[Any], name: str, *, lan: bool) -> dict[str, Any]:
     own = program.example() if callable(program.example) else program.example
     values: dict[str, Any] = {f"{kind}_pem": f"{name}-{kind}.pem" for kind in ("cert", "key", "trust")}
-    if program.config.needs_gateway:
+    if program.load_model().needs_gateway:
         values["gateway_addresses"] = ["/ip4/203.0.113.50/tcp/4001"]
     if lan:
         values["exclude_cidr"] = []
@@ -385,6 +391,8 @@ Without ADDRESS and --config, tell how well this machine contains jobs."""
 
 def _check_all(program: Program[Any], file: Path | None, settings: tuple[str, ...], timeout: float, form: str) -> None:
     """Print a line for each check, also those that need the network; exit with 1 if one fails."""
+    from hypha_net.node.checks import check_gateways
+
     configure_logs(level="critical")  # a failure is reported once, as a line
     loaded, states = program.load(file, settings), Counter[str]()
     offline = program.offline_checks(loaded, live=True)
@@ -464,6 +472,6 @@ def _schema(program: Program[Any]) -> click.Command:
     @click.command("schema")
     def schema() -> None:
         """Print the JSON Schema of the configuration."""
-        click.echo(json.dumps({"title": program.name, **program.config.model_json_schema()}, indent=2))
+        click.echo(json.dumps({"title": program.name, **program.load_model().model_json_schema()}, indent=2))
 
     return schema

@@ -29,6 +29,7 @@ from hypha_net.errors import NetError, leaf_errors
 from hypha_net.node.config.models import NodeConfig
 from hypha_net.node.config.otlp import targets
 from hypha_net.node.descriptors import raise_descriptor_limit
+from hypha_net.node.exit_codes import DONE, FAILED, INTERRUPTED
 from hypha_net.node.health import Readiness, call_gateways, gateway_outage, serve_health, watch_gateways
 from hypha_proto.errors import ProtoError
 
@@ -43,7 +44,6 @@ C = TypeVar("C", bound=NodeConfig)
 GRACE: Final = 5.0
 """Seconds that a daemon may take to end after a signal, or after its drain."""
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
 
 _PEERS: Final = instrumentation.Level("hypha.peers.connected", "{peer}", "Peers that a node is connected to.")
 _PEERS_EVERY: Final = 5.0

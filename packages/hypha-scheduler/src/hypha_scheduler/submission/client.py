@@ -18,6 +18,7 @@ from hypha_proto.codec import check_depth, parse_json
 from hypha_proto.record_file import EVENTS, RecordReader
 from hypha_scheduler.submission.catalog import ACTIVE
 
+SOCKET_NAME: Final = "scheduler.sock"
 _ANSWER_TIMEOUT: Final = 60.0
 """Seconds for the first answer: the look for datasets takes 8, and the end of a cancelled job 10."""
 _INTERVAL: Final = 0.5
@@ -113,14 +114,17 @@ def read_job(file: Path) -> dict[str, Any]:
     return job
 
 
+def socket_path(runs: Path) -> Path:
+    """Return the socket at which a scheduler that writes to `runs` accepts jobs."""
+    return runs / SOCKET_NAME
+
+
 def configured_socket(config: Path | None) -> Path:
     """Return the socket of the scheduler with this configuration; without an output_dir in it, the one in ``./runs``.
 
     Raises:
         JobFileError: `config` is None or the file cannot be read.
     """
-    from hypha_scheduler.submission.server import socket_path
-
     if config is None:
         raise JobFileError("name the scheduler: --socket PATH, or --config with its configuration file")
     plain = _read_toml(config)

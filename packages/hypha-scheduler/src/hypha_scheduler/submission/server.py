@@ -37,13 +37,13 @@ from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
 from hypha_scheduler.submission.catalog import ACTIVE, JobEntry, find_jobs, list_jobs, read_entry
+from hypha_scheduler.submission.client import socket_path
 from hypha_scheduler.submission.queue_files import QueuedJob, end_queued, read_queue, remove_queued, write_queued
 from hypha_scheduler.submission.resumption import ResumableJob, find_resumable
 from hypha_scheduler.submission.validation import validate_job
 
 _log = logging.getLogger(__name__)
 
-SOCKET_NAME: Final = "scheduler.sock"
 _MAX_JOB_BYTES: Final = 16 << 20
 """Enough for 10,000 tasks."""
 _MAX_READ_BYTES: Final = 64 << 20
@@ -118,11 +118,6 @@ class JobLookupError(Exception):
         """Describe what was found."""
         super().__init__(text)
         self.matches = matches
-
-
-def socket_path(runs: Path) -> Path:
-    """Return the socket at which a scheduler that writes to `runs` accepts jobs."""
-    return runs / SOCKET_NAME
 
 
 @dataclass(frozen=True, slots=True)
