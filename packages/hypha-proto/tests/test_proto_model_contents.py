@@ -60,9 +60,6 @@ def hold_float8(model: Path) -> None:
     put(SHARDS[0], len(header).to_bytes(8, "little") + header + bytes(8))(model)
 
 
-VOCABULARY = json.dumps({"model": {"vocab": {str(number): number for number in range(1 << 17)}}}).encode()
-
-
 def check(model: Path) -> list[str] | str:
     """Return what a model's files are, or what is wrong with them."""
     try:
@@ -83,13 +80,12 @@ def check(model: Path) -> list[str] | str:
         (put(SHARDS[0], b"<!DOCTYPE html><html>"), f"{SHARDS[0]}: it is an HTML or XML page.*fetch the file again"),
         (remove(SHARDS[1]), f"{SHARDS[1]} is missing, which {INDEX} names: fetch it again"),
         (hold_float8, f"{SHARDS[0]} holds F8_E4M3 tensors, .*save it in bfloat16 or float32"),
-        (change("config.json", quantization_config={"quant_method": "gptq"}), "has a quantization_config .gptq.*b"),
+        (change("config.json", quantization_config={"quant_method": "gptq"}), "has a quantization_config .'gptq'.*b"),
         (change("config.json", transformers_weights="x.safetensors"), "config.json has transformers_weights 'x.saf"),
         (keep_adapter_only, "adapter_config.json is that of an adapter.*merge_and_unload"),
         (remove("config.json"), "there is no config.json.*save_pretrained"),
         (put("config.json", b"[]"), "config.json is not a JSON object"),
         (put("config.json", b"\xef\xbb\xbf{}"), "config.json is not JSON .*BOM"),
-        (put("tokenizer.json", VOCABULARY[:-5]), "tokenizer.json is not JSON, or cut off: fetch it again"),
         (put("tokenizer_config.json", b'{"a": '), "tokenizer_config.json is not JSON .*filenames"),
         (change(INDEX, weight_map={"a": SHARDS[0], "c": SHARDS[1]}), f"{SHARDS[1]} holds 'c', and it does not"),
         (change(INDEX, weight_map={"a": SHARDS[1], "b": SHARDS[1]}), f"{SHARDS[1]} holds 'a', and it does not"),
@@ -110,7 +106,7 @@ def test_a_fault_is_named_with_its_file_and_remedy(tmp_path: Path, spoil: Callab
         ("._model.safetensors", b"\0\5\x16\7", False),
         ("consolidated.safetensors", POINTER, False),
         ("notes (1).json", b"{", False),
-        ("tokenizer.json", VOCABULARY, True),
+        ("tokenizer.json", b"{}", True),
         ("merges.txt", b"", True),
     ],
 )

@@ -7,6 +7,7 @@ import uuid
 from typing import Final
 
 from hypha_proto.ids import NAME
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import U32, Message
 
 _TASK: Final = re.compile(NAME + r"(\[[0-9]{1,10}\])?")
@@ -23,4 +24,4 @@ class AttemptId(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if not _TASK.fullmatch(self.task):
-            raise ValueError(f"task {self.task[:80]!r} is no name: use letters, digits and _.-, then [number]")
+            raise ValueError(f"task {quote(self.task)} is no name: use letters, digits and _.-, then [number]")

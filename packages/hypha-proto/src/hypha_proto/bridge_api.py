@@ -18,6 +18,7 @@ from hypha_proto.datasets import SliceCount
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId, is_inside
 from hypha_proto.job_spec import Reference
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import OMIT, U32, U64, Digest, Message
 
 FETCH: Final = "/resources/fetch"
@@ -267,7 +268,7 @@ def read_transfer(action: str, body: Any) -> Transfer:
 def _check_path(path: str, place: str) -> None:
     if len(path) > MAX_PATH or not (is_inside(path) or path in ("", ".")):
         raise DecodeError(
-            f"{path[:80]!r} is not a relative path within the work directory: name one of at most {MAX_PATH} "
+            f"{quote(path)} is not a relative path within the work directory: name one of at most {MAX_PATH} "
             "characters without a leading slash, '..' or null bytes",
             place,
         )

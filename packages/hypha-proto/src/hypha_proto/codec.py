@@ -15,6 +15,7 @@ import cbor2
 import msgspec
 
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import CBOR, JSON, Single, compile_shape
 
 MAX_DEPTH: Final = 32
@@ -201,7 +202,7 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(made) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise DecodeError(f"duplicate key {twice[:60]!r}")
+        raise DecodeError(f"duplicate key {quote(twice)}")
     return made
 
 

@@ -14,6 +14,7 @@ from typing import BinaryIO, Final, cast
 
 from hypha_proto.errors import ProtoError
 from hypha_proto.ids import is_inside
+from hypha_proto.texts import quote
 
 MAX_ARCHIVE_FILES: Final = 1000
 _BLOCK: Final = 1 << 20
@@ -95,7 +96,7 @@ def _files(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
     count = 0
     while (member := archive.next()) is not None:
         count += 1
-        shown = repr(member.name[:120])
+        shown = quote(member.name)
         if count > MAX_ARCHIVE_FILES:
             raise ArchiveError(f"it holds more than {MAX_ARCHIVE_FILES} files and folders")
         if member.isdir():
@@ -137,4 +138,4 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> N
             file.write(block)
             left -= len(block)
     if left:
-        raise ArchiveError(f"{member.name[:120]!r} ends {left} bytes too early: the archive is cut off")
+        raise ArchiveError(f"{quote(member.name)} ends {left} bytes too early: the archive is cut off")

@@ -39,6 +39,7 @@ from hypha_proto.safetensors_io import (
     from_float,
     to_float32,
 )
+from hypha_proto.texts import quote
 from hypha_proto.update_file import check_fit, decode_aliases, encode_aliases, open_update
 from hypha_proto.weights_digest import WeightsDigest, digest_weights
 from hypha_proto.whole_directory import remove_tree, replace_directory
@@ -144,7 +145,7 @@ class GlobalModel:
             raise TensorFileError(f"{path.parent.name}/{name}: the file is missing")
         file = stack.enter_context(TensorFile(path))
         if file.metadata.get(_ROUND) != str(round_number):
-            found = file.metadata.get(_ROUND, "none")[:40]
+            found = file.metadata.get(_ROUND, "none")
             raise TensorFileError(f"{path.parent.name}/{name}: it is of round {found}, expected round {round_number}")
         return file
 
@@ -270,7 +271,7 @@ def _sums(source: TensorFile, change: TensorFile, name: str) -> Iterator[tuple[A
     dtype, flat = source.tensors[name].dtype, source.stored(name).reshape(-1)
     for number, added in enumerate(change.blocks(name, _BLOCK)):
         if not np.isfinite(added).all():
-            raise TensorFileError(f"{change.path.name}: {name[:200]!r} contains NaN or infinity")
+            raise TensorFileError(f"{change.path.name}: {name!r} contains NaN or infinity")
         stored = flat[number * _BLOCK : number * _BLOCK + added.size]
         if dtype not in FLOAT_DTYPES:
             count = stored.astype("<i8", copy=False)
@@ -280,7 +281,7 @@ def _sums(source: TensorFile, change: TensorFile, name: str) -> Iterator[tuple[A
         with np.errstate(over="ignore"):
             new = old + added
         if not np.isfinite(new).all():
-            raise TensorFileError(f"{change.path.name}: with it, {name[:200]!r} becomes NaN or infinite")
+            raise TensorFileError(f"{change.path.name}: with it, {name!r} becomes NaN or infinite")
         yield old, new
 
 
@@ -341,9 +342,9 @@ def _read_state(path: Path, round_number: int) -> RoundState:
     except FileNotFoundError:
         raise TensorFileError(f"{path.parent.name}/{path.name}: the file is missing") from None
     except (DecodeError, KeyError, TypeError) as error:
-        raise TensorFileError(f"{path.parent.name}/{path.name}: the file is malformed: {error!r:.200}") from None
+        raise TensorFileError(f"{path.parent.name}/{path.name}: the file is malformed: {error!r}") from None
     if state.round != round_number:
         raise TensorFileError(
-            f"{path.parent.name}/{path.name}: it is of round {state.round!r:.40}, expected round {round_number}"
+            f"{path.parent.name}/{path.name}: it is of round {quote(state.round)}, expected round {round_number}"
         )
     return state

@@ -7,6 +7,7 @@ import uuid
 from typing import Annotated, Final
 
 from hypha_proto.protocols import HEALTH, RpcMethod
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import OMIT, U64, Message
 
 _ADDRESS: Final = re.compile(r"[!-~]{1,256}")
@@ -24,7 +25,7 @@ class Caller(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if not _ADDRESS.fullmatch(self.address):
-            raise ValueError(f"address {self.address[:24]!r} of a caller is not of 1 to 256 visible ASCII characters")
+            raise ValueError(f"address {quote(self.address)} of a caller is not of 1 to 256 visible ASCII characters")
 
 
 class HealthRequest(Message, frozen=True):

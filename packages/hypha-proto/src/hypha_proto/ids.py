@@ -15,6 +15,7 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from hypha_proto.errors import InvalidIdError
+from hypha_proto.texts import quote
 
 _ALPHABET: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _VALUES: Final = {letter: value for value, letter in enumerate(_ALPHABET)}
@@ -86,7 +87,7 @@ class PeerId:
         try:
             return cls(base58_decode(text))
         except InvalidIdError as error:
-            raise InvalidIdError(f"peer id {text[:_TEXT_LIMIT]!r}: {error}") from None
+            raise InvalidIdError(f"peer id {quote(text)}: {error}") from None
 
     @classmethod
     def from_public_key(cls, key: bytes) -> PeerId:
@@ -147,7 +148,7 @@ def check_digest(text: str) -> str:
         InvalidIdError: `text` is not a digest.
     """
     if not re.fullmatch(DIGEST, text):
-        raise InvalidIdError(f"{text[:80]!r} is not a digest such as blake3:<64 hex digits>")
+        raise InvalidIdError(f"{quote(text)} is not a digest such as blake3:<64 hex digits>")
     return text
 
 
@@ -166,10 +167,10 @@ def find_path_fault(paths: Iterable[str]) -> str | None:
     ordered = sorted(paths, key=lambda path: PurePosixPath(path).parts)
     for path in ordered:
         if not is_inside(path):
-            return f"{path[:80]!r}, which is not inside its folder"
+            return f"{quote(path)}, which is not inside its folder"
         if len(path.encode(errors="surrogatepass")) > MAX_PATH:
-            return f"{path[:80]!r}…, which is longer than {MAX_PATH} bytes"
+            return f"{quote(path)}, which is longer than {MAX_PATH} bytes"
     for outer, inner in pairwise(ordered):
         if PurePosixPath(inner).is_relative_to(outer):
-            return f"{outer[:80]!r} and {inner[:80]!r}, which overlap"
+            return f"{quote(outer)} and {quote(inner)}, which overlap"
     return None

@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
 from hypha_proto.resources import RESOURCE_UNITS
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import EXTERNAL, OMIT, U64, Amount, Message, Unit
 
 TEMPORARY_LEASE: Final = 0.5
@@ -87,7 +88,7 @@ class Rejection(Message, frozen=True):
 
     def __post_init__(self) -> None:
         if not _CODE.fullmatch(self.code):
-            raise ValueError(f"code {self.code[:24]!r} of a rejection is not of the form 'not-allowed'")
+            raise ValueError(f"code {quote(self.code)} of a rejection is not of the form 'not-allowed'")
 
 
 class Reasons(Message, frozen=True):

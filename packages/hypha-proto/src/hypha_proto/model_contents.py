@@ -13,11 +13,10 @@ from typing import Any, Final
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import TensorFileError
 from hypha_proto.model_listing import CONFIG, INDEX, WEIGHTS, reader_of
+from hypha_proto.texts import quote
 
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/"
 _LOW_PRECISION: Final = re.compile(r"has dtype '((?:F8|F6|F4)\w*)'")
-_MAX_PARSED: Final = 1 << 20
-"""Maximum size in bytes of a JSON file that is parsed; of larger ones (vocabularies) only both ends are checked."""
 _REMEDY: Final = "fetch it again, or let filenames list the files without it"
 
 
@@ -41,31 +40,22 @@ def find_fault(directory: Path, names: list[str]) -> str | None:
 
 
 def _find_json_fault(path: Path) -> str | None:
-    if path.stat().st_size > _MAX_PARSED and path.name != CONFIG:
-        return None if _has_both_ends(path) else f"is not JSON, or cut off: {_REMEDY}"
     try:
         found = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        return f"is not JSON ({str(error)[:120]}): {_REMEDY}"
+        return f"is not JSON ({error}): {_REMEDY}"
     return _find_config_fault(found) if path.name == CONFIG else None
-
-
-def _has_both_ends(path: Path) -> bool:
-    with path.open("rb") as file:
-        begin = file.read(64).lstrip()[:1]
-        file.seek(-64, 2)
-        return begin + file.read().rstrip()[-1:] in (b"{}", b"[]")
 
 
 def _find_config_fault(config: Any) -> str | None:
     if not isinstance(config, dict):
         return "is not a JSON object, as the configuration of a model is: fetch it again"
     if (named := config.get("transformers_weights")) is not None:
-        return f"has transformers_weights {str(named)[:80]!r}, only {WEIGHTS} is read: save it with save_pretrained"
+        return f"has transformers_weights {quote(named)}, only {WEIGHTS} is read: save it with save_pretrained"
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         return (
-            f"has a quantization_config ({str(method)[:40]}); quantized weights are not supported: save the model in "
+            f"has a quantization_config ({quote(method)}); quantized weights are not supported: save the model in "
             "bfloat16 or float32"
         )
     return None
@@ -92,5 +82,5 @@ def _find_weights_fault(directory: Path, names: list[str]) -> str | None:
         return f'{INDEX} has no object "metadata", without which transformers does not load it: add "metadata": {{}}'
     for tensor, name in index["weight_map"].items():
         if (tensor, name) not in held:
-            return f"{INDEX} says that {name} holds {tensor!r:.200}, and it does not: fetch both again"
+            return f"{INDEX} says that {name} holds {quote(tensor)}, and it does not: fetch both again"
     return None

@@ -16,6 +16,7 @@ from typing import Final
 
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
+from hypha_proto.texts import quote
 
 WEIGHTS: Final = "model.safetensors"
 """File of all weights."""
@@ -147,7 +148,7 @@ def _indexed_files(text: bytes) -> list[str]:
         raise TensorFileError(f"{INDEX} is not an index with a weight_map of tensor to file name") from None
     for name in named:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not name.endswith(".safetensors"):
-            raise TensorFileError(f"{INDEX} names the file {str(name)[:80]!r}, no safetensors file beside it")
+            raise TensorFileError(f"{INDEX} names the file {quote(name)}, no safetensors file beside it")
     if not named:
         raise TensorFileError(f"{INDEX} names no file")
     return named

@@ -24,7 +24,7 @@ class ExecutorDescriptor(Message, frozen=True, rename={"kind": "class"}):
         return cls(kind, name)
 
     def __str__(self) -> str:
-        return f"{self.kind[:80]}/{self.name[:80]}" if self.kind else self.name[:80]
+        return f"{self.kind}/{self.name}" if self.kind else self.name
 
 
 class WorkerSpec(Message, frozen=True):

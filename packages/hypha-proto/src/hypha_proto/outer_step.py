@@ -130,16 +130,13 @@ class TensorLayout:
         """Return the first difference of `other` from this layout, for people; empty if they are equal."""
         for name, info in self.tensors.items():
             if name not in other.tensors:
-                return f"tensor {name[:80]!r} is missing"
+                return f"tensor {name!r} is missing"
             found = other.tensors[name]
             if found != info:
-                return (
-                    f"tensor {name[:80]!r} is {found.dtype} {list(found.shape)[:8]}, "
-                    f"expected {info.dtype} {list(info.shape)[:8]}"
-                )
+                return f"tensor {name!r} is {found.dtype} {list(found.shape)}, expected {info.dtype} {list(info.shape)}"
         extra = sorted(other.tensors.keys() - self.tensors.keys())
         if extra:
-            return f"tensor {extra[0][:80]!r} is not part of this model"
+            return f"tensor {extra[0]!r} is not part of this model"
         if self.statistics != other.statistics:
             return "it declares other tensors as running statistics"
         if self.aliases != other.aliases:
@@ -151,11 +148,11 @@ class TensorLayout:
         moving = {name: info.shape for name, info in self.tensors.items() if name not in self.statistics}
         for name, info in momentum.items():
             if name not in moving:
-                return f"tensor {name[:80]!r} is missing"
+                return f"tensor {name!r} is missing"
             if moving[name] != info.shape:
-                return f"tensor {name[:80]!r} is {list(moving[name])[:8]}, expected {list(info.shape)[:8]}"
+                return f"tensor {name!r} is {list(moving[name])}, expected {list(info.shape)}"
         extra = sorted(moving.keys() - momentum.keys())
-        return f"tensor {extra[0][:80]!r} has no momentum" if extra else ""
+        return f"tensor {extra[0]!r} has no momentum" if extra else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +178,7 @@ def inspect_update(path: Path) -> InspectedUpdate:
         square = 0.0
         for name, info in file.tensors.items():
             if info.dtype == "BOOL":
-                raise TensorFileError(f"tensor {name[:80]!r} is boolean and has no mean")
+                raise TensorFileError(f"tensor {name!r} is boolean and has no mean")
             found = sum(_square(name, block) for block in file.blocks(name, _CHECK_BLOCK))
             square += 0.0 if name in metadata.statistics else found
         layout = TensorLayout(dict(file.tensors), metadata.statistics, metadata.aliases)
@@ -194,7 +191,7 @@ def _square(name: str, block: Float32Array) -> float:
     square = float(wide @ wide)
     if not square <= LARGEST**2 and not (np.abs(block) <= LARGEST).all():  # with NaN, both comparisons are false
         what = f"a number beyond {LARGEST:g}" if np.isfinite(block).all() else "NaN or infinity"
-        raise TensorFileError(f"tensor {name[:80]!r} holds {what}")
+        raise TensorFileError(f"tensor {name!r} holds {what}")
     return square
 
 
@@ -208,9 +205,9 @@ def inspect_momentum(path: Path) -> Mapping[str, TensorInfo]:
     with TensorFile(path) as file:
         for name, info in file.tensors.items():
             if info.dtype != "F32":
-                raise TensorFileError(f"tensor {name[:80]!r} is {info.dtype}, and the momentum is float32")
+                raise TensorFileError(f"tensor {name!r} is {info.dtype}, and the momentum is float32")
             if not all(np.isfinite(block).all() for block in file.blocks(name, _CHECK_BLOCK)):
-                raise TensorFileError(f"tensor {name[:80]!r} holds NaN or infinity")
+                raise TensorFileError(f"tensor {name!r} holds NaN or infinity")
         return dict(file.tensors)
 
 
@@ -289,9 +286,9 @@ def _check_shapes(files: Sequence[TensorFile], before: TensorFile | None, moving
 def _compare_shapes(file: TensorFile, first: TensorFile, names: Iterable[str]) -> None:
     for name in names:
         if name not in file.tensors:
-            raise TensorFileError(f"{file.path.name} holds no tensor {name[:80]!r}")
+            raise TensorFileError(f"{file.path.name} holds no tensor {name!r}")
         if file.tensors[name].shape != first.tensors[name].shape:
-            raise TensorFileError(f"{file.path.name} and {first.path.name} differ in the shape of {name[:80]!r}")
+            raise TensorFileError(f"{file.path.name} and {first.path.name} differ in the shape of {name!r}")
 
 
 @dataclass(frozen=True, slots=True)

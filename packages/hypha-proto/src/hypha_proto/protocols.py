@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 from hypha_proto.codec import from_cbor, parse_cbor, to_cbor
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import CBOR, compile_shape
 
 MAX_REQUEST: Final = 1 << 20
@@ -93,7 +94,7 @@ class RpcMethod(Generic[Req, Resp]):
             return from_cbor(kind, data, limit)
         name, payload = split_variant(data, limit)
         if name != self.variant:
-            raise DecodeError(f"expected {self.variant}, got {name[:60]!r}")
+            raise DecodeError(f"expected {self.variant}, got {quote(name)}")
         return compile_shape(kind).load(payload, name, CBOR)
 
 

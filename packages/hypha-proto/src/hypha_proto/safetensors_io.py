@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.file_kinds import HEAD, is_text, name_kind
+from hypha_proto.texts import quote
 
 HEADER_LIMIT: Final = 16 << 20
 """Maximum length of a header in bytes; enough for about 100,000 tensors."""
@@ -249,7 +250,7 @@ def _parse_json(header: bytes) -> dict[str, Any]:
     try:
         value = parse_json(header)
     except DecodeError as error:
-        raise TensorFileError(f"the header is not strict JSON: {str(error)[:200]}") from None
+        raise TensorFileError(f"the header is not strict JSON: {error}") from None
     if not isinstance(value, dict):
         raise TensorFileError("the header is not a JSON object")
     return value
@@ -272,14 +273,14 @@ def _check_entry(name: str, entry: Any) -> tuple[TensorInfo, int]:
         raise TensorFileError(f"{name!r} must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in STORED_DTYPES:
-        raise TensorFileError(f"{name!r} has dtype {str(dtype)[:40]!r}, known are {', '.join(STORED_DTYPES)}")
+        raise TensorFileError(f"{name!r} has dtype {quote(dtype)}, known are {', '.join(STORED_DTYPES)}")
     if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(_is_size(size) for size in shape):
-        raise TensorFileError(f"{name!r} has shape {str(shape)[:80]}, which is not a list of up to {RANK_LIMIT} sizes")
+        raise TensorFileError(f"{name!r} has shape {quote(shape)}, which is not a list of up to {RANK_LIMIT} sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise TensorFileError(f"{name!r} has data_offsets {str(offsets)[:80]}, which is not [begin, end]")
+        raise TensorFileError(f"{name!r} has data_offsets {quote(offsets)}, which is not [begin, end]")
     info = TensorInfo(dtype, tuple(shape))
     if not _is_size(math.prod(size or 1 for size in shape) * STORED_DTYPES[dtype].itemsize):  # numpy's own limit
-        raise TensorFileError(f"{name!r} has shape {str(shape)[:80]}, which is larger than any memory")
+        raise TensorFileError(f"{name!r} has shape {quote(shape)}, which is larger than any memory")
     if offsets[1] - offsets[0] != info.nbytes:
         raise TensorFileError(f"{name!r} spans {offsets[1] - offsets[0]} bytes, {dtype} {shape} takes {info.nbytes}")
     return info, offsets[0]
@@ -418,7 +419,7 @@ def _by_alignment(item: tuple[str, TensorInfo]) -> tuple[int, str]:
     """Return a sort key that puts wide dtypes before narrow ones, so that every tensor is aligned."""
     name, info = item
     if info.dtype not in STORED_DTYPES or not 0 < len(name) <= NAME_LIMIT or name == _METADATA_KEY:
-        raise TensorFileError(f"{name[:80]!r} of dtype {info.dtype!r} would be rejected by readers")
+        raise TensorFileError(f"{quote(name)} of dtype {info.dtype!r} would be rejected by readers")
     return -STORED_DTYPES[info.dtype].itemsize, name
 
 

@@ -30,6 +30,7 @@ from hypha_proto.safetensors_io import (
     TensorInfo,
     to_float32,
 )
+from hypha_proto.texts import quote
 
 CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
@@ -75,10 +76,10 @@ class UpdateMetadata:
         """
         codec = texts.get("codec", CODEC_FP32)
         if codec != CODEC_FP32:
-            raise TensorFileError(f"metadata codec: {codec[:40]!r} is unknown; expected {CODEC_FP32!r}")
+            raise TensorFileError(f"metadata codec: {quote(codec)} is unknown; expected {CODEC_FP32!r}")
         statistics, integers = _decode_names(texts, "statistics"), _decode_names(texts, "integers")
         if not integers <= statistics:
-            raise TensorFileError(f"metadata integers: {min(integers - statistics)[:80]!r} is not among the statistics")
+            raise TensorFileError(f"metadata integers: {quote(min(integers - statistics))} is not among the statistics")
         return cls(
             round=_decode_count(texts, "round"),
             samples=_decode_count(texts, "samples"),
@@ -93,7 +94,7 @@ def _decode_count(texts: Mapping[str, str], key: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < _COUNT_LIMIT):
-        raise TensorFileError(f"metadata {key}: {text[:40]!r} is not a count")
+        raise TensorFileError(f"metadata {key}: {quote(text)} is not a count")
     return int(text)
 
 
@@ -105,7 +106,7 @@ def _decode_json(text: str, key: str, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except ValueError as error:
-        raise TensorFileError(f"metadata {key}: not {what} of tensor names: {str(error)[:120]}") from None
+        raise TensorFileError(f"metadata {key}: not {what} of tensor names: {error}") from None
 
 
 def encode_aliases(aliases: Mapping[str, str]) -> str:
@@ -135,10 +136,10 @@ def open_update(path: Path) -> tuple[TensorFile, UpdateMetadata]:
         metadata = UpdateMetadata.decode(file.metadata)
         unknown = sorted(metadata.statistics - file.tensors.keys())
         if unknown:
-            raise TensorFileError(f"metadata statistics: the file holds no tensor {unknown[0][:80]!r}")
+            raise TensorFileError(f"metadata statistics: the file holds no tensor {quote(unknown[0])}")
         for alias, name in metadata.aliases.items():
             if alias in file.tensors or name not in file.tensors:
-                raise TensorFileError(f"metadata aliases: {alias[:80]!r} is no further name of {name[:80]!r}")
+                raise TensorFileError(f"metadata aliases: {quote(alias)} is no further name of {quote(name)}")
     except TensorFileError as error:
         file.close()
         raise TensorFileError(f"{path.name}: {error}") from None
@@ -215,10 +216,11 @@ def check_fit(change: TensorFile, model: Mapping[str, TensorInfo], aliases: Mapp
     named = {alias: change.tensors[name] for alias, name in aliases.items()}
     for name, info in (change.tensors | named).items():
         if name not in model:
-            raise TensorFileError(f"{change.path.name}: the model has no tensor {name[:200]!r}")
+            raise TensorFileError(f"{change.path.name}: the model has no tensor {quote(name)}")
         if model[name].shape != info.shape:
             raise TensorFileError(
-                f"{change.path.name}: {name!r} has shape {list(info.shape)}, the model's is {list(model[name].shape)}"
+                f"{change.path.name}: {quote(name)} has shape {list(info.shape)}, "
+                f"the model's is {list(model[name].shape)}"
             )
 
 

@@ -24,6 +24,7 @@ import msgspec
 
 from hypha_proto.errors import DecodeError, EncodeError, InvalidIdError
 from hypha_proto.ids import PeerId, check_digest
+from hypha_proto.texts import quote
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def _identifier(
 def _parse_uuid(text: str) -> uuid.UUID:
     value = uuid.UUID(text)
     if str(value) != text.lower():
-        raise ValueError(f"{text[:64]!r} is not a hyphenated uuid")
+        raise ValueError(f"{quote(text)} is not a hyphenated uuid")
     return value
 
 
@@ -319,7 +320,7 @@ def _internal(variants: tuple[type[Message], ...]) -> Shape:
             raise DecodeError("is missing", where)
         name = value[key]
         if type(name) is not str or name not in shapes:
-            raise DecodeError(f"expected one of {', '.join(shapes)}, got {_short(name)}", where)
+            raise DecodeError(f"expected one of {', '.join(shapes)}, got {quote(name)}", where)
         return shapes[name].load(value, path, dialect)
 
     return Shape(load, _dump_variant(by_class))
@@ -338,8 +339,9 @@ def _external(variants: tuple[type[Message], ...]) -> Shape:
             [(name, payload)] = value.items()
             if name in payloads:
                 return payloads[name].load(payload, f"{path}.{name}" if path else name, dialect)
-            raise DecodeError(f"expected one of {names}, got {_short(name)}", path)
-        raise DecodeError(f"expected one of {names}, got {_short(value)}", path)
+            raise DecodeError(f"expected one of {names}, got {quote(name)}", path)
+        shown = quote(value) if isinstance(value, str) else _kind(value)
+        raise DecodeError(f"expected one of {names}, got {shown}", path)
 
     def dump(value: Any, path: str, dialect: Dialect) -> object:
         name = _tag(type(value))
@@ -375,10 +377,6 @@ def _dump_variant(by_class: Mapping[type[Message], Shape]) -> Dump:
         return shape.dump(value, path, dialect)
 
     return dump
-
-
-def _short(value: object) -> str:
-    return repr(value)[:60] if isinstance(value, str) else _kind(value)
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:

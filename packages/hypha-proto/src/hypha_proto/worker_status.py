@@ -13,10 +13,11 @@ from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.protocols import WORKER, RpcMethod
 from hypha_proto.resources import Resources
+from hypha_proto.texts import quote
 from hypha_proto.wire_schema import U32, Message, Price
 
 MAX_EXECUTORS: Final = 256
-"""Maximum number of executors that a worker names."""
+"""Number of executors that a worker names at most."""
 
 
 class OfferedExecutor(ExecutorDescriptor, frozen=True):
@@ -27,7 +28,7 @@ class OfferedExecutor(ExecutorDescriptor, frozen=True):
 
     def __post_init__(self) -> None:
         if not re.fullmatch(NAME, self.runtime):
-            raise ValueError(f"runtime {self.runtime[:80]!r} is no name: use 1 to 64 letters, digits and _.-")
+            raise ValueError(f"runtime {quote(self.runtime)} is no name: use 1 to 64 letters, digits and _.-")
 
 
 class DescribeWorker(Message, frozen=True):
@@ -48,10 +49,6 @@ class WorkerStatus(Message, frozen=True):
     """Attempts at tasks that run, of all schedulers."""
     rejections: tuple[Rejection, ...] = ()
     """Why it would make no offer to this scheduler, even for a request without resources."""
-
-    def __post_init__(self) -> None:
-        if len(self.executors) > MAX_EXECUTORS:
-            raise ValueError(f"executors: {len(self.executors)} entries; expected at most {MAX_EXECUTORS}")
 
 
 DESCRIBE_WORKER: Final = RpcMethod[DescribeWorker, WorkerStatus](
