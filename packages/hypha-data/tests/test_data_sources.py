@@ -453,7 +453,7 @@ BAD = {
     "missing column of parquet": (number_parquet, ("--columns", "y"), "a.parquet: has no column 'y'; there are x"),
     "open quotes": (csv('x,y\n1,"2\n'), (), "double the quotes in it"),
     "name twice": (csv("x,x\n1,2\n"), (), "the name of column 2 ('x') occurs twice; rename it"),
-    "nan label": (csv("x,y\n1,0\n1,nan\n"), ("--label", "y"), "line 3, column 'y': nan is not a label"),
+    "nan label": (csv("x,y\n1,0\n1,nan\n"), ("--label", "y"), "line 3, column 'y': 'nan' is not a label"),
     "empty label": (
         csv("x,y\n1,a\n1,\n"),
         ("--label", "y"),
@@ -494,7 +494,7 @@ BAD = {
         ("--columns", "x"),
         "a.jsonl, line 2: not UTF-8: byte 0xe4 at 8; save the file as UTF-8",
     ),
-    "large number": (csv("x\n1.5\n1e39\n"), (), "line 3, column 'x': 1e39 is not a number"),
+    "large number": (csv("x\n1.5\n1e39\n"), (), "line 3, column 'x': '1e39' is not a number"),
     "empty number": (csv("x,y\n1,2\n,2\n"), (), "line 3, column 'x': is empty, and each row needs a number"),
     "kinds": (jsonl('{"x": 1}\n{"x": "a"}\n'), ("--columns", "x"), "line 2, column 'x': 'a' is of kind text, and"),
     "nested json": (jsonl('{"x": [1]}\n'), ("--columns", "x"), "line 1, column 'x': [1] is nested"),
@@ -683,7 +683,7 @@ def test_a_column_is_the_same_without_pyarrow(
     ("row", "fault"),
     [
         ("1,2,3", "line 90002: 3 cells, and the first line names 2 columns"),
-        ("nan,a", "line 90002, column 'x': nan is not a number"),
+        ("nan,a", "line 90002, column 'x': 'nan' is not a number"),
         ('"a"b,1', "line 90002: ',' expected after '\"'"),
         ("1\r,2", "line 90002: "),
         ("\udce4,1", "line 90002: not utf-8: byte 0xe4 at 1"),

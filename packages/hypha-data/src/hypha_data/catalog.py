@@ -194,15 +194,15 @@ def read_manifest(name: str, folder: Path) -> Manifest | None:
 
 def _find_fault(manifest: Manifest) -> str | None:
     if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
-        return f"format {manifest.format[:80]!r} is not known here, but {', '.join(SLICE_SUFFIXES)}; update hypha-data"
+        return f"format {manifest.format!r} is not known here, but {', '.join(SLICE_SUFFIXES)}; update hypha-data"
     if not manifest.slices:
         return "it names no slice"
     suffix = slice_suffix(manifest)
     for entry in manifest.slices:
         if not _is_file_name(entry.file):
-            return f"{entry.file[:200]!r} is not the name of a file in its folder"
+            return f"{entry.file!r} is not the name of a file in its folder"
         if not entry.file.endswith(suffix):
-            return f"{entry.file[:200]!r} is not a *{suffix}; set `format` to {' or '.join(SLICE_SUFFIXES)}"
+            return f"{entry.file!r} is not a *{suffix}; set `format` to {' or '.join(SLICE_SUFFIXES)}"
     return None
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hypha_net.node.config.models import NodeConfig
-
-_MAX_NAME: Final = 255
+from hypha_proto.dataset_listing import MAX_NAME
 
 
 class DatasetConfig(BaseModel):
@@ -17,7 +15,7 @@ class DatasetConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1, max_length=_MAX_NAME, description="Name under which the dataset is announced.")
+    name: str = Field(min_length=1, max_length=MAX_NAME, description="Name under which the dataset is announced.")
     path: Path = Field(description="Folder with the dataset's slices, safetensors or JSONL.")
 
 
@@ -28,9 +26,7 @@ class DataConfig(NodeConfig):
         default=None, description="Folder of one dataset, announced under the folder's name."
     )
     datasets: list[DatasetConfig] = Field(default=[], description="Datasets with names of their own.")
-    provide: list[Path] = Field(
-        default=[], max_length=1000, description="Single files that are announced and served by their SHA-256."
-    )
+    provide: list[Path] = Field(default=[], description="Single files that are announced and served by their SHA-256.")
     verify: bool = Field(
         default=False,
         description="Read all slices at the start and check their digests, not only those that have changed since they "
@@ -42,7 +38,7 @@ class DataConfig(NodeConfig):
         names = [dataset.name for dataset in self.datasets]
         if self.dataset_path is not None:
             name = self.dataset_path.name
-            if name in ("", "..") or len(name) > _MAX_NAME:
+            if name in ("", ".."):
                 raise ValueError(f"dataset_path {self.dataset_path} gives no name: add [[datasets]] with name and path")
             names.append(name)
         if not names and not self.provide:

@@ -26,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 CACHE: Final = ".hypha-digests.json"
 """Name of the file, in the dataset's folder."""
-MAX_CACHE: Final = 64 << 20
 SETTLED_NS: Final = 2_000_000_000
 """Nanoseconds after a change from which on another change gets another time; no file system has coarser times."""
 _BLOCK: Final = 4 << 20
@@ -118,7 +117,7 @@ class DigestCache:
         """Load the cache of a folder; an absent or unusable one counts as empty."""
         path = folder / CACHE
         try:
-            remembered: RememberedDigests = from_json(RememberedDigests, path.read_bytes(), MAX_CACHE)
+            remembered: RememberedDigests = from_json(RememberedDigests, path.read_bytes())
         except FileNotFoundError:
             return cls(folder)
         except (OSError, DecodeError) as error:

@@ -22,6 +22,7 @@ from hypha_net import content_directory, instrumentation, retries
 from hypha_net.endpoint import Endpoint
 from hypha_net.transfer import PullSource, TransferError
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import quote
 from hypha_proto.transfer import PullRequest, Refusal
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class ProvidedFiles:
         digest = request.dataset
         file = self._files.get(digest.removeprefix(DIGEST_PREFIX))
         if file is None or request.index or request.name is not None:
-            return Refusal(reason=f"no content {digest[:80]!r} here")
+            return Refusal(reason=f"no content {quote(digest)} here")
         if not file.is_unchanged:
             _log.error("%s is not served any more: it has changed since it was read", file.path)
             return Refusal(reason=f"{digest} has changed here")

@@ -15,6 +15,7 @@ from hypha_data.verification import SliceVerifier, VerifiedSlice
 from hypha_net import instrumentation
 from hypha_net.transfer import PullSource, TransferError
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import quote
 from hypha_proto.transfer import PullRequest, Refusal
 
 _log = logging.getLogger(__name__)
@@ -66,12 +67,12 @@ def slice_resolver(
     async def resolve(peer: PeerId, request: PullRequest) -> PullSource | Refusal:
         verifier = await datasets.find(request.dataset)
         if verifier is None:
-            return Refusal(reason=f"no dataset {request.dataset[:200]!r} here; there are: {', '.join(datasets.names)}")
+            return Refusal(reason=f"no dataset {quote(request.dataset)} here; there are: {', '.join(datasets.names)}")
         dataset = verifier.dataset
         if request.name == "manifest":
             return PullSource(dataset.manifest_json, dataset.digest)
         if request.name is not None or request.index >= len(dataset.manifest.slices):
-            what = request.name[:200] if request.name is not None else f"slice {request.index}"
+            what = quote(request.name) if request.name is not None else f"slice {request.index}"
             return Refusal(reason=f"dataset {dataset.name} has {len(dataset.manifest.slices)} slices, no {what}")
         verified = await verifier.verify(request.index)
         if verified is None:

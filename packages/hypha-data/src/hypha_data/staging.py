@@ -25,7 +25,6 @@ from hypha_proto.wire_schema import U64, Message
 
 _SYNC_BYTES: Final = 64 << 20
 """Bytes after which an interrupted conversion continues at the latest."""
-_MAX_JSON: Final = 64 << 20
 
 
 class StagedRows(Message, frozen=True):
@@ -85,7 +84,7 @@ def stage(
 def _layout(reader: SampleReader, folder: Path, on_progress: OnProgress) -> Layout:
     path = folder / "layout.json"
     if path.is_file():
-        found: Layout = from_json(Layout, path.read_bytes(), _MAX_JSON)
+        found: Layout = from_json(Layout, path.read_bytes())
         return found
     made = reader.scan(on_progress)
     replace_file(path, to_json(Layout, made))
@@ -96,7 +95,7 @@ def _convert(reader: SampleReader, layout: Layout, folder: Path, on_progress: On
     path = folder / "rows.json"
     done = StagedRows(rows=0, is_complete=False)
     if path.is_file():
-        done = from_json(StagedRows, path.read_bytes(), _MAX_JSON)
+        done = from_json(StagedRows, path.read_bytes())
     if done.is_complete:
         return done.rows
     rows, unsynced = done.rows, 0

@@ -31,8 +31,6 @@ SAVE_INTERVAL: Final = 10.0
 """Seconds between saves of the digests that were found."""
 RECHECK_INTERVAL: Final = 10.0
 """Seconds between looks at the files of withheld slices; a file is read only if it has changed."""
-MAX_REPORTED: Final = 100
-"""Unusable slices of one dataset that are logged one by one; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +114,6 @@ class SliceVerifier:
             return
         self._faults[index] = fault
         self._notify()
-        if len(self._faults) > MAX_REPORTED:
-            return
         dataset, file = self.dataset, self.dataset.slice_path(index)
         if dataset.is_prepared:
             manifest = dataset.folder / MANIFEST

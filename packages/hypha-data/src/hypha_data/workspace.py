@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 
 from hypha_data.errors import DatasetError
 from hypha_proto.codec import from_json, split_json_lines, to_json
-from hypha_proto.datasets import MANIFEST, MAX_MANIFEST, Manifest, SliceEntry
+from hypha_proto.datasets import MANIFEST, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 from hypha_proto.whole_directory import replace_file, sync
 
@@ -79,7 +79,7 @@ class Workspace:
         found: list[SliceEntry] = []
         for line in split_json_lines(path.read_bytes()) if path.is_file() else ():
             try:
-                entry: SliceEntry = from_json(SliceEntry, line, MAX_MANIFEST)
+                entry: SliceEntry = from_json(SliceEntry, line)
             except DecodeError:  # the last line of an interrupted write
                 break
             file = self.folder / entry.file
@@ -100,7 +100,7 @@ class Workspace:
         path = self.folder / MANIFEST
         if not self.is_resumed or not path.is_file():
             return None
-        found: Manifest = from_json(Manifest, path.read_bytes(), MAX_MANIFEST)
+        found: Manifest = from_json(Manifest, path.read_bytes())
         return found
 
     def finish(self, manifest: Manifest) -> None:

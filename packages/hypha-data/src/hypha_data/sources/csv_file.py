@@ -21,7 +21,6 @@ from hypha_data.sources.table import RowBlock
 from hypha_data.sources.text_encoding import MAX_LINE, check_encoding, decode_lines
 from hypha_proto.texts import quote
 
-_MAX_COLUMNS: Final = 10_000
 _BLOCK_TEXT: Final = 1 << 19
 """Bytes of the lines of a block, about; less than a cell may have."""
 _DELIMITERS: Final = ",;\t|"
@@ -63,14 +62,14 @@ class CsvFile:
     def _check_names(self) -> None:
         if not any(self._names):
             raise DatasetError(f"{self.path}: holds no rows; its first line must have the names of the columns")
-        if len(self._names) > _MAX_COLUMNS:
-            raise DatasetError(f"{self.path}, line 1: {len(self._names)} columns; at most {_MAX_COLUMNS}")
+        seen: set[str] = set()
         for number, name in enumerate(self._names, 1):
-            if not name or self._names.index(name) != number - 1:
+            if not name or name in seen:
                 fault = "occurs twice" if name else "is empty"
                 raise DatasetError(
                     f"{self.path}, line 1: the name of column {number} ({quote(name)}) {fault}; rename it"
                 )
+            seen.add(name)
 
     def _rows(self, lines: Iterator[str], first: int) -> Iterator[tuple[int, list[str]]]:
         """Yield the rows of lines that begin with line `first`, each with the number of its last line.

@@ -47,7 +47,7 @@ def find_data_files(place: str, split: str) -> DataFiles:
     if (folder / "dataset_dict.json").is_file():
         names = _read_object(folder / "dataset_dict.json").get("splits")
         if not isinstance(names, list) or split not in names:
-            raise DatasetError(f"{folder}: has no split {quote(split)}; there are {names!s:.200}: name one by --split")
+            raise DatasetError(f"{folder}: has no split {quote(split)}; there are {quote(names)}: name one by --split")
         folder = folder / split
     if (folder / "state.json").is_file():
         info = folder / "dataset_info.json"

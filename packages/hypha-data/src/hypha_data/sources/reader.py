@@ -27,8 +27,6 @@ BLOCK_ROWS: Final = 1024
 """Largest number of rows of a block."""
 BLOCK_BYTES: Final = 8 << 20
 """Size of a block's tensors in bytes, if more than one row fits."""
-MAX_ROW: Final = 64 << 20
-"""Largest size of a sample's tensors in bytes."""
 MAX_TEXT: Final = 1 << 20
 """Largest length of a text of a row in bytes."""
 MAX_CLASSES: Final = 10_000

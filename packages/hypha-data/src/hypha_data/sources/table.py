@@ -25,7 +25,6 @@ from hypha_data.sources.reader import (
     BLOCK_ROWS,
     LABELS,
     MAX_CLASSES,
-    MAX_ROW,
     MAX_TEXT,
     Arrays,
     Layout,
@@ -35,7 +34,7 @@ from hypha_data.sources.reader import (
 )
 from hypha_data.sources.tokenizer import Tokenizer
 from hypha_proto.safetensors_io import STORED_DTYPES
-from hypha_proto.texts import quote
+from hypha_proto.texts import quote, shorten
 
 TEXT: Final = "text"
 """Kind of a column, and name of the tensor of the column `--text`."""
@@ -186,7 +185,7 @@ class TableReader:
         for name in wanted:
             if name not in given:
                 path = self._source.paths[0]
-                raise DatasetError(f"{path}: has no column {quote(name)}; there are {', '.join(given)[:500]}")
+                raise DatasetError(f"{path}: has no column {quote(name)}; there are {shorten(', '.join(given), 500)}")
 
     def state(self) -> str:
         """Return a digest of the states of the source's and the tokenizer's files."""
@@ -210,14 +209,12 @@ class TableReader:
             column.check(self._source.paths[0], partial(self._find_value, column.name))
         label = None if self._options.label is None else found[self._options.label]
         classes = None if label is None else self._classes.get(label.name) or label.class_names()
-        layout = Layout(
+        return Layout(
             tensors=self._tensors(named, found, classes),
             labels=None if classes is None else tuple(classes),
             kinds={name: column.kind for name, column in found.items()},
             notices=tuple(notice for column in found.values() for notice in column.notices()) or None,
         )
-        _check_size(self._source.paths[0], layout)
-        return layout
 
     def _find_value(self, name: str, value: str) -> str:
         """Return file and row of the first value of a column that reads so."""
@@ -380,7 +377,7 @@ class _ColumnScan:
             return
         for row, value in enumerate(values):
             if value is not None and value != "" and not abs(_as_float(value)) <= _FLOAT_LIMIT:
-                self.faults.append(f"{place(row)}, column {quote(self.name)}: {str(value)[:60]}")
+                self.faults.append(f"{place(row)}, column {quote(self.name)}: {quote(value)}")
                 return
 
     def check(self, path: Path, find: Callable[[str], str]) -> None:
@@ -484,9 +481,3 @@ def _class_numbers(values: Any, names: Sequence[str], kind: str) -> NDArray[Any]
         return arrow_columns.to_class_numbers(values, names)
     numbers = {name: number for number, name in enumerate(names)}
     return np.array([numbers[str(value)] for value in values], np.int64)
-
-
-def _check_size(path: Path, layout: Layout) -> None:
-    size = sum(math.prod(each.shape) for each in layout.tensors.values())
-    if size > MAX_ROW:
-        raise DatasetError(f"{path}: a row has {size} numbers; at most {MAX_ROW}: keep fewer columns, or set --length")
