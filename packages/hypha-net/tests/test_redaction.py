@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha_net import instrumentation
+from hypha_net.connectors.errors import source_failed
 from hypha_net.errors import describe_root_cause, first_leaf_error, leaf_errors
 from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.logging_setup import LogFormat, configure_logs
@@ -104,3 +105,11 @@ def test_root_cause_is_described_by_the_innermost_error() -> None:
     )
     assert describe_root_cause(_chained(ValueError("no such name"))) == "no such name"
     assert describe_root_cause(_chained(TimeoutError())) == "TimeoutError"
+
+
+def test_an_error_of_a_connector_is_shortened_after_secrets_are_hidden() -> None:
+    for length in range(900, 1100):
+        detail = source_failed(f"{'x' * length} {PRESIGNED} {'x' * 100_000}: check the endpoint").detail
+        assert len(detail) == 1000
+        assert "5ec2e7" not in detail
+        assert detail.endswith("check the endpoint")

@@ -16,7 +16,6 @@ from typing import Final
 import anyio
 import anyio.lowlevel
 
-from hypha_net.dataset_directory import MAX_RECORD
 from hypha_net.endpoint import Endpoint, Record
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.codec import from_json
@@ -116,7 +115,7 @@ def _read(record: Record) -> DatasetRecord | None:
     is_heartbeat = confirmed_key(record.key) != record.key
     value = split_heartbeat(record.value)[1] if is_heartbeat else record.value
     try:
-        read: DatasetRecord = from_json(DatasetRecord, value, MAX_RECORD)
+        read: DatasetRecord = from_json(DatasetRecord, value)
     except DecodeError:
         return None
     return read

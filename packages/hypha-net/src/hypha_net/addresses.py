@@ -13,6 +13,7 @@ from typing import Final
 from hypha_net.errors import AddressError
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import quote
 
 DNSADDR: Final = "/dnsaddr/"
 """Prefix of addresses that are resolved through the TXT records of a name."""
@@ -115,7 +116,7 @@ def validate_host_name(name: str) -> None:
         idna.encode(name, uts46=True)
         name.encode("idna")  # the resolver's encoding: IDNA 2003, which is stricter in places
     except UnicodeError as error:
-        raise ValueError(f"{name[:80]!r} is not a host name ({error}): use letters, digits and inner hyphens") from None
+        raise ValueError(f"{quote(name)} is not a host name ({error}): use letters, digits and inner hyphens") from None
 
 
 def expand_wildcards(addresses: Iterable[str]) -> tuple[str, ...]:

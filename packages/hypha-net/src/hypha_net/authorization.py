@@ -7,16 +7,15 @@ may send everything, unless the node sets `require_roles`. Requests, streams, go
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from typing import Final
 
 from hypha_net.events import Events, PeerRejected
+from hypha_net.log_throttle import LogThrottle
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import ALLOWED_SENDERS
 
 _log = logging.getLogger(__name__)
-
-_MAX_LOGGED: Final = 4096
 
 
 class RoleCheck:
@@ -30,7 +29,7 @@ class RoleCheck:
         """Returns the role in a connected peer's certificate, if it has one."""
         self._events = events
         self._required = required
-        self._logged: set[tuple[PeerId, str]] = set()
+        self._refusals = LogThrottle(interval=math.inf)
 
     def is_authorized(self, peer: PeerId, what: str) -> bool:
         """Return whether `peer` may send `what`, a name of `ALLOWED_SENDERS`; emit a refusal, and log it once."""
@@ -43,8 +42,9 @@ class RoleCheck:
         has = "has no role, and require_roles is set here" if role is None else f"has the role {role}"
         allowed = " or a ".join("data node" if each == "data" else each for each in sorted(senders))
         detail = f"{what} may be sent by a {allowed} only, and its certificate {has}"
-        if (peer, what) not in self._logged and len(self._logged) < _MAX_LOGGED:
-            self._logged.add((peer, what))
-            _log.warning("refused %s: %s; issue a certificate with --role, or find out who runs it", peer, detail)
+        self._refusals.log(
+            _log, logging.WARNING, (peer, what),
+            "refused %s: %s; issue a certificate with --role, or find out who runs it", peer, detail,
+        )  # fmt: skip
         self._events.emit(PeerRejected(peer, "role", detail))
         return False

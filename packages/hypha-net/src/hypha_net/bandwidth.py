@@ -6,7 +6,6 @@ rates. `transfer` waits here before each chunk.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
@@ -28,7 +27,6 @@ BURST: Final = 0.1
 """Capacity of each bucket, in seconds of its rate."""
 MAX_CHUNK: Final = 1 << 20
 """Maximum number of bytes that an unlimited transfer passes to its stream at a time."""
-MAX_PEER_BUCKETS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class BandwidthLimiter:
     def __init__(self, limits: BandwidthLimits) -> None:
         self._shared = {"sent": _bucket(limits.upload), "received": _bucket(limits.download)}
         self._peer_rate = {"sent": limits.peer_upload, "received": limits.peer_download}
-        self._of_peer: OrderedDict[tuple[PeerId, Direction], TokenBucket] = OrderedDict()
+        self._of_peer: dict[tuple[PeerId, Direction], TokenBucket] = {}
 
     def pacer(self, peer: PeerId, direction: Direction) -> TransferPacer:
         """Return the pacer of a transfer with `peer` that begins now."""
@@ -78,11 +76,7 @@ class BandwidthLimiter:
         rate = self._peer_rate[direction]
         if rate is None:
             return None
-        bucket = self._of_peer.setdefault((peer, direction), TokenBucket(rate, rate * BURST))
-        self._of_peer.move_to_end((peer, direction))
-        if len(self._of_peer) > MAX_PEER_BUCKETS:
-            self._of_peer.popitem(last=False)
-        return bucket
+        return self._of_peer.setdefault((peer, direction), TokenBucket(rate, rate * BURST))
 
 
 def _bucket(rate: int | None) -> TokenBucket | None:

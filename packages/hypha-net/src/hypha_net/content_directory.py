@@ -17,7 +17,6 @@ from hypha_proto.datasets import ContentRecord
 from hypha_proto.ids import PeerId
 from hypha_proto.transfer import PullRequest
 
-MAX_RECORD: Final = 1 << 10
 MAX_HOLDERS: Final = 64
 """Maximum number of holders that are returned."""
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
@@ -65,6 +64,6 @@ async def find_holders(endpoint: Endpoint, sha256: str) -> list[ContentHolder]:
     """
     records = await endpoint.find_records(content_key(sha256))
     found: dict[PeerId, ContentHolder] = {}
-    for peer, record in read_records(ContentRecord, records, MAX_RECORD, f"content {sha256}"):
+    for peer, record in read_records(ContentRecord, records, f"content {sha256}"):
         found.setdefault(peer, ContentHolder(peer, record.size))
     return list(found.values())[:MAX_HOLDERS]

@@ -18,7 +18,7 @@ from hypha_net import rpc
 from hypha_net.endpoint import Endpoint, Record
 from hypha_net.errors import RequestError, RequestTimeoutError
 from hypha_proto.codec import from_json, to_json
-from hypha_proto.dataset_listing import LIST_DATASETS, MAX_PAGE, DatasetPage, ListDatasets, ListedDataset, is_listable
+from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset, is_listable
 from hypha_proto.datasets import DatasetRecord
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
-MAX_RECORD: Final = 64 << 10
 RECORD_TTL: Final = 25.0
 """Lifetime of an announcement in seconds; the endpoint renews it while it is open."""
 MAX_LISTED: Final = 50_000
@@ -59,17 +58,17 @@ async def find_dataset(endpoint: Endpoint, name: str, *, timeout: float = 5.0) -
         UnreachableError: no gateway answered.
     """
     records = await endpoint.find_records(name.encode(), timeout=timeout)
-    return [FoundDataset(*found) for found in read_records(DatasetRecord, records, MAX_RECORD, f"dataset {name}")]
+    return [FoundDataset(*found) for found in read_records(DatasetRecord, records, f"dataset {name}")]
 
 
-def read_records(kind: type[M], records: Iterable[Record], limit: int, what: str) -> Iterator[tuple[PeerId, M]]:
+def read_records(kind: type[M], records: Iterable[Record], what: str) -> Iterator[tuple[PeerId, M]]:
     """Yield publisher and content of each record; log those of `what` that are unusable."""
     for record in records:
         if record.publisher is None:
             _log.warning("record of %s ignored: it names no publisher", what)
             continue
         try:
-            yield record.publisher, from_json(kind, record.value, limit)
+            yield record.publisher, from_json(kind, record.value)
         except DecodeError as error:
             _log.warning("record of %s by %s ignored: %s", what, record.publisher, error)
 
@@ -92,7 +91,7 @@ async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float =
             while True:
                 request = ListDatasets(after=after)
                 page = await rpc.call(endpoint, gateway, LIST_DATASETS, request, timeout=timeout)
-                if (fault := _find_fault(page, after)) is not None or len(found) > MAX_LISTED - MAX_PAGE:
+                if (fault := _find_fault(page, after)) is not None or len(found) > MAX_LISTED:
                     raise RequestError(f"the list of gateway {gateway} is malformed: {fault or 'it does not end'}")
                 found += page.datasets
                 if page.next is None:
@@ -105,8 +104,6 @@ async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float =
 def _find_fault(page: DatasetPage, after: str | None) -> str | None:
     """Return what is wrong with a page of the list, or None."""
     names = [dataset.name for dataset in page.datasets]
-    if len(names) > MAX_PAGE:
-        return f"a page of {len(names)} datasets, more than {MAX_PAGE}"
     if not all(map(is_listable, names)):
         return "a name that is empty, too long or not printable"
     order = names if after is None else [after, *names]

@@ -28,6 +28,7 @@ from cryptography.x509.oid import NameOID
 
 from hypha_net.errors import IdentityError
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import shorten
 
 _log = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def _describe(certificate: x509.Certificate, what: str) -> CertificateInfo:
 def common_name(name: x509.Name) -> str:
     """Return a name for display: its common name, or the whole name if it has none, cut to `_NAME_LIMIT`."""
     found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return (str(found[0].value) if found else name.rfc4514_string())[:_NAME_LIMIT]
+    return shorten(str(found[0].value) if found else name.rfc4514_string(), _NAME_LIMIT)
 
 
 def _role(certificate: x509.Certificate) -> str | None:

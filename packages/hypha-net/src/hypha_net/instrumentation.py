@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanKind as SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from hypha_net.redaction import redact_urls
+from hypha_proto.texts import shorten
 
 Value = str | int | float | bool
 Attributes = Mapping[str, Value]
@@ -91,7 +92,7 @@ def end_span(span: Span, error: BaseException | None = None) -> None:
 
 
 def _set_failed(span: Span, reason: str, kind: str) -> None:
-    span.set_status(StatusCode.ERROR, redact_urls(reason)[:_REASON_LIMIT])
+    span.set_status(StatusCode.ERROR, shorten(redact_urls(reason), _REASON_LIMIT))
     span.set_attribute("error.type", kind)
 
 

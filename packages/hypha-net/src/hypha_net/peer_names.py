@@ -11,8 +11,6 @@ from typing import Final
 
 from hypha_proto.ids import PeerId, describe_peer
 
-_MAX_KNOWN: Final = 4096
-"""Maximum number of names; beyond it the ones that were learned first are forgotten."""
 # not as a part of a multiaddr, which is copied whole
 _PEER_ID: Final = re.compile(r"(?<![/\w])12D3KooW[1-9A-HJ-NP-Za-km-z]{44}(?!\w)")
 _known: Final[dict[str, str]] = {}
@@ -20,11 +18,7 @@ _known: Final[dict[str, str]] = {}
 
 def learn_name(peer: PeerId, name: str) -> None:
     """Remember the name in the certificate of a peer."""
-    text = str(peer)
-    _known.pop(text, None)
-    _known[text] = name
-    if len(_known) > _MAX_KNOWN:
-        del _known[next(iter(_known))]
+    _known[str(peer)] = name
 
 
 def known_name(peer: PeerId | str) -> str | None:

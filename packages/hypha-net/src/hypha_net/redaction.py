@@ -9,13 +9,16 @@ import re
 from typing import Final
 from urllib.parse import urlsplit, urlunsplit
 
+from hypha_proto.texts import shorten
+
 HIDDEN: Final = "***"
-_URL: Final = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>`]+""")
+_URL: Final = re.compile(r"""://[^\s"'<>`]+""")
+"""Begins after the scheme, so that a long text takes linear time."""
 _USER: Final = re.compile(r"//[^/?#]*@")
 _QUERY: Final = re.compile(r"([?#]).*", re.DOTALL)
 _PUNCTUATION: Final = ".,:;!)]}"
 """Characters at the end of a URL that belong to the sentence or bracket around it."""
-_PARTS: Final = re.compile(r"([^/]+://)([^/?#\\]*@)?([^?#]*)([?#].*)?", re.DOTALL)
+_PARTS: Final = re.compile(r"://([^/?#\\]*@)?([^?#]*)([?#].*)?", re.DOTALL)
 
 
 def redact_urls(text: str) -> str:
@@ -31,14 +34,14 @@ def _redact(found: str) -> str:
     parts = _PARTS.fullmatch(url)
     if parts is None:
         return found
-    scheme, user, rest, query = parts.groups()
-    return f"{scheme}{HIDDEN + '@' if user else ''}{rest}{query[0] + HIDDEN if query else ''}{found[len(url) :]}"
+    user, rest, query = parts.groups()
+    return f"://{HIDDEN + '@' if user else ''}{rest}{query[0] + HIDDEN if query else ''}{found[len(url) :]}"
 
 
 def shown_url(url: str) -> str:
     """Return a URL, or what should be one, as an error shows it: without secret parts, and of bounded length."""
     shown = _USER.sub(f"//{HIDDEN}@", redact_urls(url))
-    return _QUERY.sub(rf"\1{HIDDEN}", shown)[:120]
+    return shorten(_QUERY.sub(rf"\1{HIDDEN}", shown), 120)
 
 
 def has_url_secrets(url: str) -> bool:

@@ -26,6 +26,7 @@ from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import RpcMethod, split_variant
+from hypha_proto.texts import quote
 
 _log = logging.getLogger(__name__)
 
@@ -175,5 +176,5 @@ def _find_handler(served: _Served, data: bytes) -> tuple[RpcMethod[Any, Any], Ha
     limit = max(entry[0].max_request for entry in served.values())
     name, _ = split_variant(data, limit)
     if name not in served:
-        raise DecodeError(f"{name[:60]!r} is not served by this node")
+        raise DecodeError(f"{quote(name)} is not served by this node")
     return served[name]

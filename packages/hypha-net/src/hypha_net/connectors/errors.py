@@ -6,6 +6,7 @@ from enum import StrEnum
 from functools import partial
 
 from hypha_net.redaction import redact_urls
+from hypha_proto.texts import shorten
 
 
 class Reason(StrEnum):
@@ -24,6 +25,8 @@ class Reason(StrEnum):
 class FetchError(Exception):
     """A file cannot be fetched; the text names resource, source and remedy, without secret parts of URLs.
 
+    Its middle is left out if it has more than 1,000 characters: a service may answer anything.
+
     Attributes:
         reason: for programs.
         detail: what happened and what to do, for people.
@@ -31,7 +34,7 @@ class FetchError(Exception):
 
     def __init__(self, reason: Reason, detail: str) -> None:
         self.reason = reason
-        self.detail = redact_urls(detail)
+        self.detail = shorten(redact_urls(detail), 1000)
         super().__init__(self.detail)
 
 

@@ -135,7 +135,7 @@ def _content(response: httpcore.Response, url: str, wanted: int, version: str) -
     _check_status(response.status, url, wanted)
     headers = _headers(response)
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise source_failed(f"{shown_url(url)}: the server sends it encoded ({coding[:40]}), which was not asked for")
+        raise source_failed(f"{shown_url(url)}: the server sends it encoded ({coding}), which was not asked for")
     if response.status == 206:
         offset, size = _range(headers, url)
     else:
@@ -167,7 +167,7 @@ def _length(headers: Mapping[str, str], url: str) -> int | None:
     if text is None:
         return None
     if not _LENGTH.fullmatch(text.strip()):
-        raise source_failed(f"{shown_url(url)}: the server states a length that is none: {text[:40]!r}")
+        raise source_failed(f"{shown_url(url)}: the server states a length that is none: {text!r}")
     return int(text)
 
 
@@ -201,7 +201,7 @@ def _http_errors(url: str) -> Iterator[None]:
 
 
 def _error(make: Callable[[str], FetchError], url: str, error: Exception) -> FetchError:
-    return make(f"{shown_url(url)}: {type(error).__name__}: {str(error)[:200] or 'no reason is stated'}")
+    return make(f"{shown_url(url)}: {type(error).__name__}: {str(error) or 'no reason is stated'}")
 
 
 # ------------------------------------------------------------------------------------------------------- connections

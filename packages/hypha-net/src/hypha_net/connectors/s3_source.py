@@ -64,7 +64,7 @@ class S3Object:
     @property
     def name(self) -> str:
         """See `ContentSource.name`."""
-        return s3_uri(self.bucket, self.object_key)[:200]
+        return s3_uri(self.bucket, self.object_key)
 
     @property
     def cache_key(self) -> tuple[str, str]:
@@ -80,7 +80,7 @@ class S3Object:
         """See `ContentSource.open`."""
         self.access.check_bucket(self.bucket)
         if not 0 < len(self.object_key.encode()) <= _MAX_KEY:
-            raise bad_request(f"key: {self.object_key[:80]!r} has not 1 to {_MAX_KEY} bytes: write the object's key")
+            raise bad_request(f"key: {self.object_key!r} has not 1 to {_MAX_KEY} bytes: write the object's key")
         try:
             found = await self._run(lambda: self._get(offset, version))
         except _UnchangedError:
@@ -149,7 +149,7 @@ class S3Object:
             ) from None
         except (ValueError, exceptions.InvalidPathError):
             raise bad_request(
-                f"key: {self.object_key[:120]!r} has empty parts, '.' or '..', which are not supported"
+                f"key: {self.object_key!r} has empty parts, '.' or '..', which are not supported"
             ) from None
         except exceptions.BaseError as error:
             raise self._other_error(error) from None
@@ -175,4 +175,4 @@ def _reason(error: Exception) -> str:
     code, message = _CODE.search(text), _MESSAGE.search(text)
     if code is not None:
         return f"{code[1]}{f', {message[1]}' if message is not None else ''}"
-    return " ".join(text.partition("\n")[0].rpartition(" - ")[2].split())[:200].rstrip(": ")
+    return " ".join(text.partition("\n")[0].rpartition(" - ")[2].split()).rstrip(": ")

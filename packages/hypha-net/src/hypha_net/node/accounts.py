@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from hypha_proto.texts import quote
+
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([smhdw])")
 
@@ -30,7 +32,7 @@ def parse_since(text: str, now: float) -> float:
         return datetime.fromisoformat(text).astimezone(UTC).timestamp()
     except (ValueError, OverflowError):
         raise ValueError(
-            f"{text[:40]!r} is no period: write a duration such as 30m, 12h, 7d or 4w, or a date such as 2026-12-31"
+            f"{quote(text)} is no period: write a duration such as 30m, 12h, 7d or 4w, or a date such as 2026-12-31"
         ) from None
 
 

@@ -24,7 +24,7 @@ _WARNINGS_ONLY: Final = ("libp2p", "trio", "uvicorn", "asyncio", "multiaddr", "a
 FLOOD: Final = 500
 """Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0
-_LONGEST: Final = 8192
+LONGEST: Final = 8192
 """Characters of a record's text: what a peer sends may be longer."""
 _LISTENERS: Final = "trio.serve_listeners"
 """Logger of trio's listeners, which retry ten times a second to accept a connection while no file can be opened."""
@@ -90,7 +90,7 @@ def _escape(text: str) -> str:
 
 def _message(record: logging.LogRecord) -> str:
     """Return the text of a record without secret parts of URLs, its middle left out if it is long."""
-    return shorten(redact_urls(record.getMessage()), _LONGEST)
+    return shorten(redact_urls(record.getMessage()), LONGEST)
 
 
 class _TextFormatter(logging.Formatter):

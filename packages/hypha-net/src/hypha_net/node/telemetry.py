@@ -30,15 +30,15 @@ from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioB
 from hypha_net import instrumentation
 from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.otlp import Signal, Target, targets
+from hypha_net.node.logging_setup import LONGEST
 from hypha_net.redaction import redact_urls
+from hypha_proto.texts import shorten
 
 _log = logging.getLogger(__name__)
 
 LAST_EXPORT: Final = 2.0
 """Longest time in seconds that the end of a daemon waits for the export of its last spans, metrics and logs."""
 _SCOPE: Final = "hypha"
-_REASON_LIMIT: Final = 300
-_TEXT_LIMIT: Final = 16_384
 """Characters of one exported message, or of one traceback."""
 _LIBRARIES: Final = ("opentelemetry", "grpc")
 _NOT_EXPORTED: Final = (*_LIBRARIES, "urllib3", "requests", __name__)
@@ -92,7 +92,7 @@ class _LibraryLogs(logging.Handler):
         """Record the failure at once: the first attempt fails long before the last."""
         if (running := _exporting.get()) is not None and record.name.startswith("opentelemetry.exporter"):
             outage, signal = running
-            outage.record(signal, success=False, reason=str(mask_secrets(record.getMessage()[:_REASON_LIMIT])))
+            outage.record(signal, success=False, reason=str(mask_secrets(record.getMessage())))
 
 
 def _set_library_logs(handler: logging.Handler) -> None:
@@ -167,7 +167,7 @@ def _convert(record: logging.LogRecord) -> LogRecord:
 
 def _clean(text: str) -> str:
     """Return bounded text without secret parts of URLs that protobuf can encode: without lone surrogates."""
-    return redact_urls(text)[:_TEXT_LIMIT].encode(errors="replace").decode()
+    return shorten(redact_urls(text), LONGEST).encode(errors="replace").decode()
 
 
 # ------------------------------------------------------------------------------------------------------------ lifecycle

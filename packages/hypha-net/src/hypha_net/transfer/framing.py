@@ -14,6 +14,7 @@ from hypha_net.errors import StreamClosedError, StreamResetError, TransferError,
 from hypha_net.per_peer_limiter import PerPeerLimiter
 from hypha_proto.codec import to_cbor
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import shorten
 from hypha_proto.transfer import MAX_HEADER, PullRequest, Refusal
 
 _log = logging.getLogger("hypha_net.transfer")
@@ -71,12 +72,12 @@ async def send_refusal(stream: Stream, kind: Any, refusal: Refusal) -> None:
 
 def refusal_error(refusal: Refusal) -> TransferRefusedError:
     """Return the error for a peer's refusal."""
-    return TransferRefusedError(refusal.reason[:MAX_REASON_LENGTH])
+    return TransferRefusedError(shorten(refusal.reason, MAX_REASON_LENGTH))
 
 
 def describe_request(request: PullRequest) -> str:
     """Return what a request asks for, for events and errors."""
-    return f"{request.dataset[:200]}/{(request.name or str(request.index))[:200]}"
+    return f"{request.dataset}/{request.name or request.index}"
 
 
 async def send_message(stream: Stream, data: bytes) -> None:

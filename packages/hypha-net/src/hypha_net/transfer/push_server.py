@@ -37,6 +37,7 @@ from hypha_net.transfer.progress import TransferProgress
 from hypha_proto.codec import from_cbor, to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH
+from hypha_proto.texts import shorten
 from hypha_proto.transfer import NO_ROOM, GoOn, PushAnswer, PushHeader, PushReceipt, Receipt, Refusal
 
 _TAKEOVER_TIMEOUT: Final = 5.0
@@ -136,14 +137,14 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
         async with reset_on_error(stream, f"push from {stream.peer}"):
             header: PushHeader = from_cbor(PushHeader, await receive_message(stream))
             about: dict[str, instrumentation.Value] = {"hypha.peer.id": str(stream.peer), "hypha.round": header.round}
-            with instrumentation.serving(f"receive {header.kind[:40]}", header, about):
+            with instrumentation.serving(f"receive {shorten(header.kind, 40)}", header, about):
                 target = await accept(stream.peer, header)
                 if not isinstance(target, Refusal) and header.size > target.max_bytes:
                     target = Refusal(reason=f"{header.size} bytes are over the limit of {target.max_bytes}")
                 if isinstance(target, Refusal):
                     await send_refusal(stream, PushAnswer, target)
                     return
-                async with slots.hold(_slot_key(target, stream.peer, header), header.name[:200]) as release:
+                async with slots.hold(_slot_key(target, stream.peer, header), header.name) as release:
                     await _receive_push(endpoint, stream, target, header, release)
 
     endpoint.handle(PUSH, limited(serve, PerPeerLimiter(MAX_CONCURRENT)))
@@ -152,7 +153,7 @@ def serve_pushes(endpoint: Endpoint, accept: Accept) -> None:
 async def _receive_push(
     endpoint: Endpoint, stream: Stream, target: FilePushTarget, header: PushHeader, release: Callable[[], None]
 ) -> None:
-    progress = TransferProgress(endpoint, stream.peer, header.name[:200], "received")
+    progress = TransferProgress(endpoint, stream.peer, shorten(header.name, 200), "received")
     try:
         with progress.report_outcome():
             size = await _receive_content(stream, target, header, progress, release)
@@ -160,7 +161,7 @@ async def _receive_push(
         raise
     except (TransferError, OSError) as error:
         reason = _refusal_reason(error)
-        _log.warning("push of %s from %s refused: %s", header.name[:200], stream.peer, reason)
+        _log.warning("push of %s from %s refused: %s", header.name, stream.peer, reason)
         await send_refusal(stream, PushReceipt, Refusal(reason=reason))
         return
     await send_message(stream, to_cbor(PushReceipt, Receipt(size=size)))
@@ -195,7 +196,7 @@ def _slot_key(target: FilePushTarget, peer: PeerId, header: PushHeader) -> SlotK
     """
     if target.slot is not None:
         return peer, target.slot
-    what = (header.attempt, header.round, header.kind[:200], header.name[:200], header.digest)
+    what = (header.attempt, header.round, header.kind, header.name, header.digest)
     return peer, "\0".join((str(target.path.parent), *map(str, what)))
 
 

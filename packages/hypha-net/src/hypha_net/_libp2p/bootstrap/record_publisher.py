@@ -75,7 +75,7 @@ class RecordPublisher:
             try:
                 await self._put(key, gateways)
             except UnreachableError as error:
-                _log.warning("record %r was not published: %s", key[:60], error)
+                _log.warning("record %r was not published: %s", key, error)
 
     async def _put(self, key: bytes, gateways: Sequence[PeerId] | None) -> None:
         async with self._locks.setdefault(key, anyio.Lock()):

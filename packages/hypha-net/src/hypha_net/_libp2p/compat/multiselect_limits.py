@@ -27,7 +27,7 @@ async def _read_line(self: MultiselectCommunicator) -> str:
     except (ParseError, IOException) as error:
         raise MultiselectCommunicatorError(f"the peer ended the stream, or sent no line: {error}") from error
     if line[-1:] != b"\n":
-        raise MultiselectCommunicatorError(f"{line[:80]!r} does not end in a newline")
+        raise MultiselectCommunicatorError(f"{line!r} does not end in a newline")
     try:
         return line[:-1].decode()
     except UnicodeDecodeError as error:

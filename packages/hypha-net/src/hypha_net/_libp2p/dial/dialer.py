@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from hypha_net.addresses import CIRCUIT, DNSADDR, Network, is_excluded, is_exclu
 from hypha_net.backoff import Backoff
 from hypha_net.errors import AddressError, NetError, RefusedError, StreamClosedError, UnreachableError
 from hypha_net.events import DialFinished, Events
+from hypha_net.log_throttle import LogThrottle
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId
 
@@ -46,8 +48,6 @@ Not at once: of two nodes that dial each other at the same moment, each would ca
 """
 LOOK_UP_PAUSES: Final = (0.1, 0.2, 0.4, 0.0)
 """Pauses in seconds after look-ups that find nothing: a gateway knows a node only moments after it has joined."""
-MAX_EXCLUDED_LOGGED: Final = 4096
-"""Excluded addresses that are remembered, so that each is logged once."""
 Outcome = Literal["connected", "refused", "unreachable", "timeout"]
 
 
@@ -84,7 +84,7 @@ class Dialer:
         self._excluded = excluded
         self._events = events
         self._resolver = resolver
-        self._excluded_logged: set[str] = set()
+        self._exclusions = LogThrottle(interval=math.inf)
         self._addresses: Backoff[str] = Backoff((0.0,))
         """Addresses that failed recently; they are dialled after the others."""
         self._peers: Backoff[PeerId] = Backoff(PEER_PAUSES)
@@ -380,9 +380,8 @@ class Dialer:
             except (ValueError, NetError):
                 continue  # QUIC, circuits and malformed ones: not dialled directly
             if is_excluded(address, self._excluded):
-                if address not in self._excluded_logged and len(self._excluded_logged) < MAX_EXCLUDED_LOGGED:
-                    self._excluded_logged.add(address)
-                    _log.warning("address %s of a peer is left out by exclude_cidr", address)
+                message = "address %s of a peer is left out by exclude_cidr"
+                self._exclusions.log(_log, logging.WARNING, address, message, address)
                 continue
             made[address] = None
         return list(made)

@@ -190,7 +190,7 @@ class MessageValidator:
         publisher, reason = self._validate(forwarding, message)
         if reason is not None:
             topic = message.topicIDs[0] if len(message.topicIDs) == 1 else ""  # this node subscribes to it
-            self._count_drop(topic[:80], reason, publisher, forwarding)
+            self._count_drop(topic, reason, publisher, forwarding)
             return
         self._pubsub.seen_messages.add(key)
         self._pubsub.notify_subscriptions(message)
@@ -229,9 +229,8 @@ class MessageValidator:
     def _on_queue_full(self, peer: ID, rpc: Any, reason: str) -> None:
         """Count messages that a peer misses because its outgoing queue is full; installed as `_handle_dropped_rpc`."""
         for message in rpc.publish:
-            self._count_drop(
-                message.topicIDs[0][:80] if message.topicIDs else "", "queue", None, PeerId(peer.to_bytes())
-            )
+            topic = message.topicIDs[0] if message.topicIDs else ""
+            self._count_drop(topic, "queue", None, PeerId(peer.to_bytes()))
         self._router_drop(peer, rpc, reason)
 
 

@@ -103,11 +103,11 @@ class KadServer:
         key, value, publisher = bytes(record.key), bytes(record.value), bytes(record.publisher or peer.raw)
         fits = key == message.key and 0 < len(key) <= MAX_KEY and len(value) <= MAX_VALUE
         if self._store is None or not fits or not self._may_put(peer, key):
-            _log.warning("record %r of %s was not stored", key[:60], peer)
+            _log.warning("record %r of %s was not stored", key, peer)
         elif publisher != peer.raw:  # replica; a record is accepted from its publisher only
-            _log.debug("replica of record %r from %s ignored", key[:60], peer)
+            _log.debug("replica of record %r from %s ignored", key, peer)
         elif self._store.put(key, value, publisher, record.ttl or DEFAULT_TTL):
-            _log.debug("record %r of %s stored", key[:60], peer)
+            _log.debug("record %r of %s stored", key, peer)
 
     def _may_put(self, peer: PeerId, key: bytes) -> bool:
         """Return whether `peer` may put records under `key`; only its publisher may put a signed record."""
@@ -128,7 +128,7 @@ class KadServer:
         allowed = self._may_publish(peer) and any(provider.id == peer.raw for provider in message.provider_peers)
         key = bytes(message.key)
         if self._store is None or not allowed or not 0 < len(key) <= MAX_KEY or not self._providers.add(key, peer):
-            _log.warning("%s was not added as provider of %r", peer, key[:60])
+            _log.warning("%s was not added as provider of %r", peer, key)
 
     def _list_providers(self, key: bytes, answer: Any) -> None:
         """Add the providers that are connected or keep their signed record renewed: clients would wait for others."""

@@ -57,7 +57,7 @@ async def negotiate_outbound(stream: YamuxStream, protocols: Sequence[str], earl
         if answer == protocol.encode():
             return protocol
         if answer != NOT_AVAILABLE:
-            raise NoMultistreamError(f"{answer[:80]!r} in answer to {protocol}")
+            raise NoMultistreamError(f"{answer!r} in answer to {protocol}")
     raise ProtocolNotSupportedError(", ".join(protocols))
 
 
@@ -104,7 +104,7 @@ def _line(text: bytes) -> bytes:
 async def _expect_greeting(stream: YamuxStream) -> None:
     greeting = await _read_line(stream)
     if greeting != GREETING:
-        raise NoMultistreamError(f"{greeting[:80]!r} instead of a greeting")
+        raise NoMultistreamError(f"{greeting!r} instead of a greeting")
 
 
 async def _read_line(stream: YamuxStream) -> bytes:
@@ -118,5 +118,5 @@ async def _read_line(stream: YamuxStream) -> bytes:
     while len(line) < size:
         line += await stream.read(size - len(line))
     if line[-1:] != b"\n":
-        raise NoMultistreamError(f"{line[:80]!r} does not end in a newline")
+        raise NoMultistreamError(f"{line!r} does not end in a newline")
     return line[:-1]

@@ -23,9 +23,9 @@ from hypha_net.node.config.introspection import (
 )
 from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.config.toml_positions import Key
+from hypha_proto.texts import quote
 
 _ABSENT: Final = object()
-_VALUE_LIMIT: Final = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,7 @@ class Problem:
     def __str__(self) -> str:
         what = self.key
         if self.value is not _ABSENT:
-            shown = repr(self.value)
-            what += f" = {shown if len(shown) <= _VALUE_LIMIT else shown[:_VALUE_LIMIT] + '…'}"
+            what += f" = {quote(self.value)}"
         text = ": ".join(part for part in (self.where, what, self.reason) if part)
         return f"{text}\n    {self.remedy}" if self.remedy else text
 

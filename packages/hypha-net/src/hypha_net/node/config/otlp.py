@@ -80,7 +80,7 @@ def invalid_variables(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
         if endpoint is not None and not is_web_url(endpoint):
             yield f"{name}ENDPOINT", WEB_URL_WANTED, "write the scheme too, as in http://collector:4318"
         if protocol is not None and protocol not in PROTOCOLS:
-            yield f"{name}PROTOCOL", f"{protocol[:40]!r} is not a supported protocol", f"write {' or '.join(PROTOCOLS)}"
+            yield f"{name}PROTOCOL", f"{protocol!r} is not a supported protocol", f"write {' or '.join(PROTOCOLS)}"
         try:
             read_pairs(_variable(env, signal, "HEADERS") or "")
         except ValueError:
