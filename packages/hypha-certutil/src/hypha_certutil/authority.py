@@ -62,9 +62,7 @@ def check_name(name: str) -> str:
         CertutilError: it is not.
     """
     if not _NAME.fullmatch(name):
-        raise CertutilError(
-            f"name {name[:80]!r}: use 1 to 63 letters, digits, '.' and '-', a letter or digit at each end"
-        )
+        raise CertutilError(f"name {name!r}: use 1 to 63 letters, digits, '.' and '-', a letter or digit at each end")
     return name
 
 
