@@ -434,7 +434,10 @@ def fails(caplog: pytest.LogCaptureFixture) -> Callable[[Callable[[list[str]], i
         assert main(arguments) == code
         [error] = [record for record in caplog.records if record.levelname == "ERROR"]
         assert error.exc_info is None
-        return error.getMessage()
+        line = error.getMessage()
+        assert len(line) <= 1000
+        assert "\n" not in line
+        return line
 
     return run
 

@@ -247,17 +247,6 @@ def test_training_waits_for_an_answer_as_long_as_the_bridge_may_take() -> None:
     bridge.answers.put(BridgeClosed("the test is over"))
 
 
-def test_of_very_many_batches_the_samples_of_the_oldest_are_kept(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_reporter, "MAX_KEPT", 3)
-    scene.begin(last=100)
-    scene.train(1)
-    assert scene.bridge.next() == (1, 1, 1)
-    scene.train(5)
-    scene.answer(1)
-    trained = scene.bridge.requests.get(timeout=WAIT)
-    assert (trained.first, [batch.slices for batch in trained.batches]) == (4, [{"3": 16}, {"3": 4}, {"3": 4}])
-
-
 def test_a_round_has_the_batches_that_are_allocated_at_its_last_one(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=1, batches=6, late_batches=2)
     assert training.main(worker.arguments()) == 0

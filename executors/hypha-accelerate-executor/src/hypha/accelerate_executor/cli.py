@@ -20,6 +20,7 @@ from hypha.accelerate_executor.errors import ExecutorError
 from hypha.accelerate_executor.exit_codes import describe
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import ProtoError
+from hypha_proto.texts import quote
 
 
 class _Unforeseen(click.ClickException):
@@ -201,14 +202,11 @@ def _execute(line: bytes) -> dict[str, Any]:
 
 
 def _arguments(line: bytes) -> list[str]:
+    shown = quote(line.decode(errors="replace").strip())
     try:
         found = parse_json(line)
     except ValueError as error:
-        raise click.UsageError(f"{_shown(line)} is not JSON: {error}") from None
+        raise click.UsageError(f"{shown} is not JSON: {error}") from None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise click.UsageError(f"{_shown(line)} is not an array of strings")
+        raise click.UsageError(f"{shown} is not an array of strings")
     return found
-
-
-def _shown(line: bytes) -> str:
-    return repr(line.decode(errors="replace").strip()[:200])

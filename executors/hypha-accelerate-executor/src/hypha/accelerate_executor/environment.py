@@ -51,7 +51,7 @@ def read_memory() -> int | None:
     if text is None:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise JobError(f"{MEMORY_VARIABLE}={text[:50]!r} is not a number of bytes, 1 or more")
+        raise JobError(f"{MEMORY_VARIABLE}={text!r} is not a number of bytes, 1 or more")
     return int(text)
 
 

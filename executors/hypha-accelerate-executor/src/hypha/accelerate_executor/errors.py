@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Final
 
+from hypha_proto.texts import one_line
+
 _WORDS: Final = ("out of memory", "not enough memory", "can't allocate memory")
 
 
@@ -17,9 +19,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in str(error).lower() for words in _WORDS)
 
 
-def reason_of(error: BaseException, limit: int = 300) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the text of a library's error in one line, or its type if it has none."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class ExecutorError(Exception):
@@ -104,7 +106,7 @@ class RowError(Exception):
 
     def __init__(self, kind: str, detail: str) -> None:
         self.kind = kind
-        self.detail = " ".join(detail.split())[:DETAIL_LIMIT]
+        self.detail = one_line(detail, DETAIL_LIMIT)
         super().__init__(f"{kind}: {self.detail}")
 
 

@@ -22,11 +22,14 @@ from typing import Final, NoReturn
 
 from hypha.accelerate_executor.errors import DeliveryError, ExecutorError, JobError, is_out_of_memory, reason_of
 from hypha_proto.errors import ProtoError
+from hypha_proto.texts import one_line
 
 logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY: Final = os.EX_TEMPFAIL
 """Exit code of a process whose memory is exhausted, on the device or in main memory."""
+_LONGEST: Final = 1000
+"""Characters of the line."""
 _DISK_FAULTS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 
 _OF_MACHINE: Final = re.compile(r"CUDA|CUDNN|CUBLAS|HIP|NCCL|NVIDIA|XPU|gloo|[Ss]ocket|Connection")
@@ -43,7 +46,7 @@ def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
     try:
         work()
     except JobError as error:
-        logger.error("%s", error)
+        logger.error("%s", one_line(error, _LONGEST))
         return 2
     except OSError as error:
         if is_out_of_memory(error):
@@ -53,7 +56,7 @@ def exit_code_of(work: Callable[[], None], work_dir: Path) -> int:
     except (ExecutorError, ProtoError) as error:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             return _out_of_memory(error)
-        logger.error("%s", error)
+        logger.error("%s", one_line(error, _LONGEST))
         return os.EX_DATAERR if isinstance(error, DeliveryError) else 1
     except Exception as error:  # noqa: BLE001 – whatever libraries raise ends with one line, too
         if is_out_of_memory(error):
@@ -73,12 +76,11 @@ def end_unforeseen(error: Exception) -> int:
 def describe(error: Exception) -> str:
     """Return an error that nothing foresees in one line: type, message and place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:400]
-    return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+    return one_line(f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})", _LONGEST)
 
 
 def _out_of_memory(error: Exception) -> int:
-    logger.error("out of memory: %s", reason_of(error, 400))
+    logger.error("%s", one_line(f"out of memory: {reason_of(error)}", _LONGEST))
     return OUT_OF_MEMORY
 
 

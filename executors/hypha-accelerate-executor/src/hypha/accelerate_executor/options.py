@@ -13,12 +13,12 @@ from typing import Any, Final
 from hypha.accelerate_executor.errors import JobError
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote
 
 PADDED: Final = "padded"
 CONTINUOUS: Final = "continuous"
 ENGINES: Final = (PADDED, CONTINUOUS)
 """Ways to generate several rows together, as the worker's owner names them."""
-_TASK_LIMIT: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def parse_task(text: str) -> Any:
         JobError: there is no such file, or it is not JSON.
     """
     try:
-        return parse_json(Path(text[1:]).read_text() if text.startswith("@") else text, _TASK_LIMIT)
+        return parse_json(Path(text[1:]).read_text() if text.startswith("@") else text)
     except OSError as error:
-        raise JobError(f"--job {text[:200]}: {error.strerror}") from None
+        raise JobError(f"--job {quote(text)}: {error.strerror}") from None
     except DecodeError as error:
         raise JobError(f"--job: {error}") from None
 

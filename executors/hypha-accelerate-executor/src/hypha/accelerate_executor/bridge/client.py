@@ -42,6 +42,7 @@ from hypha_proto.contributions import Contribution
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import is_inside
 from hypha_proto.job_spec import Reference
+from hypha_proto.texts import quote
 from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport, TrainingReportValue
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,6 @@ _GONE: Final = 410
 _UNAVAILABLE: Final = 503
 _NO_FREE_SLICE: Final = "no-free-slice"
 """Kind of a 503 after which a fetch is repeated until the worker ends the task: slices are computed by others."""
-_LINE_LIMIT: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class Bridge:
         response = self._post(routes.BATCHES, to_json(TrainedBatches, trained))
         answer: BatchesCounted = _decoded("batches", BatchesCounted, response)
         if answer.reason:
-            raise SchedulerRefused(f"the scheduler refused the batches of round {trained.round}: {answer.reason[:400]}")
+            raise SchedulerRefused(f"the scheduler refused the batches of round {trained.round}: {answer.reason}")
         return answer
 
     def report(self, progress: TrainingReport) -> ReportAnswer:
@@ -287,8 +287,8 @@ class Bridge:
         response = self._post(routes.STATUS, to_json(TrainingReportValue, progress))
         answer: ReportAnswer = _decoded("status", ReportAnswer, response)
         if isinstance(answer, ReportError):
-            why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
-            raise SchedulerRefused(f"the scheduler refused the report {progress!r:.200}{why}")
+            why = f": {answer.reason}" if answer.reason else "; its log says why"
+            raise SchedulerRefused(f"the scheduler refused the report {quote(progress)}{why}")
         return answer
 
     def report_spans(self, report: routes.SpanReport) -> None:
@@ -346,7 +346,7 @@ class Bridge:
         """Return the path of a file, which must be inside the work directory."""
         name = entry.get("path") if isinstance(entry, dict) else None
         if not isinstance(name, str) or not is_inside(name):
-            raise BridgeRefused("file", 200, "malformed-answer", f"no path inside the work directory: {name!r:.200}")
+            raise BridgeRefused("file", 200, "malformed-answer", f"no path inside the work directory: {quote(name)}")
         return self.work_dir / name
 
     def received(self, entry: Any) -> Received:
@@ -358,7 +358,7 @@ class Bridge:
         path = self._inside(entry)
         number, weights = entry.get("round"), entry.get("weights")
         if type(number) is not int:
-            raise BridgeRefused("receive", 200, "malformed-answer", f"no round: {number!r:.200}")
+            raise BridgeRefused("receive", 200, "malformed-answer", f"no round: {quote(number)}")
         return Received(path, number, weights if isinstance(weights, str) else None)
 
 
@@ -403,7 +403,7 @@ class OuterUpdates:
     def _listen(self, body: Any) -> None:
         try:
             for line in self._bridge.stream(routes.RECEIVE, body):
-                if line.startswith("data:") and len(line) < _LINE_LIMIT:
+                if line.startswith("data:"):
                     self._take(line.removeprefix("data:"))
             self._arrived.put(BridgeClosed("the worker closed the stream of outer updates"))
         except ExecutorError as error:
@@ -413,7 +413,7 @@ class OuterUpdates:
         try:
             event = parse_json(text)
         except ValueError:
-            raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {text[:200]!r}") from None
+            raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {quote(text)}") from None
         self._arrived.put(self._bridge.received(event))
 
 
@@ -436,7 +436,7 @@ def _check(route: str, answer: _Answer) -> None:
         body = parse_json(answer.content)
         kind, detail = str(body["error"]), str(body["detail"])
     except (ValueError, KeyError, TypeError):
-        kind, detail = "error", answer.content[:500].decode(errors="replace")
+        kind, detail = "error", answer.content.decode(errors="replace")
     if answer.status == _GONE:
         raise NoMoreData(detail)
     raise BridgeRefused(route, answer.status, kind, detail)

@@ -17,6 +17,7 @@ from typing import Final
 
 from hypha.accelerate_executor.errors import ExecutorError
 from hypha_proto.bridge_api import MAX_SPANS, ExecutorSpan, SpanReport
+from hypha_proto.texts import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Spans:
         try:
             yield named
         except Exception as error:
-            work.error = self._clean(f"{type(error).__name__}: {error}")[:_ERROR_LIMIT]
+            work.error = shorten(self._clean(f"{type(error).__name__}: {error}"), _ERROR_LIMIT)
             raise
         finally:
             opened.pop()

@@ -28,6 +28,7 @@ from hypha.accelerate_executor.data.samples import Arrays, open_samples
 from hypha.accelerate_executor.data.slice_prefetch import InHand, PrefetchDemand, SlicePrefetch
 from hypha.accelerate_executor.errors import BridgeRefused, DataError
 from hypha_proto.contributions import SampleRange
+from hypha_proto.texts import quote
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +366,7 @@ def _number(fetched: Fetched, key: str, limit: int) -> int:
     text = fetched.metadata.get(key, "")
     number = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(limit)) else limit + 1
     if number > limit:
-        raise DataError(f"slice {fetched.path.name}: {key} is {text!r:.80}, expected a decimal number up to {limit}")
+        raise DataError(f"slice {fetched.path.name}: {key} is {quote(text)}, expected a decimal number up to {limit}")
     return number
 
 

@@ -134,7 +134,7 @@ class ModelInputs:
         """
         missing = sorted(self.required - arrays.keys())
         if missing:
-            raise DataError(f"a slice lacks the tensor {missing[0]!r}; it has {sorted(arrays)!r:.300}")
+            raise DataError(f"a slice lacks the tensor {missing[0]!r}; it has {sorted(arrays)}")
         arguments = {
             argument: torch.from_numpy(arrays[name]).to(device)
             for argument, name in self._arguments.items()
@@ -147,7 +147,7 @@ class ModelInputs:
     def _own_labels(self, arguments: Mapping[str, torch.Tensor], arrays: Arrays) -> torch.Tensor:
         """Return labels of a text model: the tokens themselves, with padding ignored."""
         if not self.shifted or "input_ids" not in arguments:
-            raise DataError(f"a slice lacks the tensor 'labels'; it has {sorted(arrays)!r:.300}")
+            raise DataError(f"a slice lacks the tensor 'labels'; it has {sorted(arrays)}")
         labels = arguments["input_ids"].clone()
         if "attention_mask" in arguments:
             labels[arguments["attention_mask"] == 0] = IGNORED_LABEL
@@ -177,7 +177,7 @@ def _argument(name: str, place: int, usual: Sequence[str], parameters: Mapping[s
         return usual[place]
     known = ", ".join(parameters)
     raise JobError(
-        f"input_names: {name!r:.100} is no argument of the model, which takes {known:.300}; leave it out, or name "
+        f"input_names: {name!r} is no argument of the model, which takes {known}; leave it out, or name "
         "that argument's tensor"
     )
 

@@ -99,7 +99,7 @@ class BatchPreprocessor:
             found = {str(name): np.asarray(value) for name, value in dict(made).items()}
         except (ValueError, TypeError, KeyError, RuntimeError, IndexError) as error:
             shapes = {name: list(arrays[name].shape) for name in self.columns}
-            raise DataError(f"the preprocessor rejects a batch of {shapes!r:.300}: {str(error)[:300]}") from error
+            raise DataError(f"the preprocessor rejects a batch of {shapes}: {error}") from error
         samples = len(columns[0])
         odd = [name for name, value in found.items() if value.ndim == 0 or len(value) != samples]
         if odd:
@@ -186,7 +186,7 @@ def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:
         return ()
     task = config.preprocessor.task
     if task not in AUTO_CLASSES:
-        raise JobError(f"preprocessor {task!r:.80} is unknown; known are {', '.join(AUTO_CLASSES)}")
+        raise JobError(f"preprocessor {task!r} is unknown; known are {', '.join(AUTO_CLASSES)}")
     columns = config.preprocessor.input_names or PREPROCESSOR_INPUTS[task]
     if not columns:
         raise JobError(f"preprocessor {task!r} needs input-names: its input tensors of a slice")

@@ -54,9 +54,7 @@ class RowTokenizer:
             DataError: the slice holds tensors, or a row lacks a column that a template names.
         """
         if JSON_ROWS not in arrays:
-            raise DataError(
-                f"a slice holds tensors, {sorted(arrays)!r:.300}, and no JSON lines: leave rows out of the job"
-            )
+            raise DataError(f"a slice holds tensors, {sorted(arrays)}, and no JSON lines: leave rows out of the job")
         rows = [self._tokens(row) for row in arrays[JSON_ROWS]]
         shape = len(rows), max(len(tokens) for _, tokens in rows)
         made = {

@@ -14,6 +14,7 @@ from hypha.accelerate_executor.errors import DataError, RowError
 from hypha_proto.codec import parse_json, split_json_lines
 from hypha_proto.errors import DecodeError, TensorFileError
 from hypha_proto.safetensors_io import FLOAT_DTYPES, TensorFile, to_float32
+from hypha_proto.texts import quote
 
 FLOAT_INPUTS: Final = ("pixel_values", "input_values", "input_features")
 JSON_ROWS: Final = "rows"
@@ -81,7 +82,7 @@ class TensorSamples:
         if not count:
             shapes = {name: list(info.shape) for name, info in self.file.tensors.items()}
             self.file.close()
-            raise DataError(f"slice {path.name}: tensors do not share a first dimension of samples: {shapes!r:.300}")
+            raise DataError(f"slice {path.name}: tensors do not share a first dimension of samples: {shapes}")
         self.count = count
 
     def read(self, rows: NDArray[np.int64], raw: Collection[str] = ()) -> Arrays:
@@ -153,7 +154,7 @@ class JsonSamples:
             except DecodeError as error:
                 raise RowError("not-json", str(error)) from None
             if type(value) is not dict:
-                raise RowError("not-json", f"expected an object, not {value!r:.80}")
+                raise RowError("not-json", f"expected an object, not {quote(value)}")
             self._parsed[number] = value
         return self._parsed[number]
 

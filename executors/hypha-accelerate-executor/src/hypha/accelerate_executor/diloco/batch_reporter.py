@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Final
-
-import msgspec
 
 from hypha.accelerate_executor.bridge.client import Bridge
 from hypha.accelerate_executor.errors import BridgeTimeout
@@ -35,8 +33,6 @@ AHEAD: Final = 8
 """Number of batches that may be trained and not counted while the end of the first round is not known."""
 AHEAD_SHARE: Final = 0.5
 """The same in later rounds, as a fraction of the batches of the round before."""
-MAX_KEPT: Final = 4096
-"""Number of batches that are kept until they are counted; of older ones only the samples of each slice."""
 FLUSH_SECONDS: Final = 30.0
 """Seconds for which the end of the data waits until the batches are counted."""
 SILENCE_SECONDS: Final = 10.0
@@ -144,8 +140,6 @@ class BatchReporter:
     def _hand_over(self, batch: TrainedBatch) -> None:
         with self._changed:
             self._kept.append(batch)
-            if len(self._kept) > MAX_KEPT:
-                self._forget_oldest()
             if len(self._kept) == 1:  # else its thread knows when the next request is due
                 self._changed.notify_all()
             if not self._wait(self._may_go_on, self._timeout):
@@ -164,13 +158,6 @@ class BatchReporter:
         if self._failure is not None:
             raise self._failure
         return found
-
-    def _forget_oldest(self) -> None:
-        """Keep of the oldest batch the samples of each slice only."""
-        oldest, following = self._kept.popleft(), self._kept.popleft()
-        slices = Counter(oldest.slices or {}) + Counter(following.slices or {})
-        self._kept.appendleft(msgspec.structs.replace(following, slices=dict(slices) or None))
-        self._first += 1
 
     def _current(self) -> ReportAnswer:
         with self._changed:

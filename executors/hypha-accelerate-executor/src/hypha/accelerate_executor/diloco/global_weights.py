@@ -18,6 +18,7 @@ from hypha.accelerate_executor.errors import BridgeRefused, BridgeTimeout, Model
 from hypha_proto.errors import TensorFileError
 from hypha_proto.job_spec import TrainConfig
 from hypha_proto.safetensors_io import TensorFile
+from hypha_proto.texts import quote
 
 logger = logging.getLogger(__name__)
 
@@ -188,5 +189,5 @@ def read_round(path: Path) -> int:
     except TensorFileError as error:
         raise ModelError(f"weights {error}") from None
     if not (text.isascii() and text.isdecimal() and len(text) < 11):
-        raise ModelError(f"weights {path.name}: round is {text[:40]!r} in its metadata, expected a number")
+        raise ModelError(f"weights {path.name}: round is {quote(text)} in its metadata, expected a number")
     return int(text)

@@ -177,7 +177,7 @@ class Replica:
         if file.tensors.keys() != self._global.keys():
             odd = sorted(file.tensors.keys() ^ self._global.keys())
             fault = "names the unknown tensor" if odd[0] in file.tensors else "lacks the tensor"
-            raise ModelError(f"{what} {file.path.name} {fault} {odd[0]!r:.200} ({len(odd)} in total)")
+            raise ModelError(f"{what} {file.path.name} {fault} {odd[0]!r} ({len(odd)} in total)")
         for name, info in file.tensors.items():
             shape = tuple(self._global[name].shape)
             if info.shape != shape:

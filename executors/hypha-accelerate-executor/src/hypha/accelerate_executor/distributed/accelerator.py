@@ -189,7 +189,7 @@ def choose_device(environment: Mapping[str, str] = os.environ) -> Device:
         )
     if precision not in _PRECISIONS:
         raise JobError(
-            f"mixed_precision: {precision!r:.40} is not supported; accelerate's file may say 'bf16', 'fp16' or 'no'"
+            f"mixed_precision: {precision!r} is not supported; accelerate's file may say 'bf16', 'fp16' or 'no'"
         )
     accumulation = environment.get(_ACCUMULATION, "1")
     if not accumulation.isdecimal() or int(accumulation) < 1:

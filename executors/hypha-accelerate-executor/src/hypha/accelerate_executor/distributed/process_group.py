@@ -177,7 +177,7 @@ def translate_lost_process(always: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = reason_of(error, 200)
+        text = reason_of(error)
         if not always and _CONNECTION.search(text) is None:
             raise
         raise ProcessGroupError(

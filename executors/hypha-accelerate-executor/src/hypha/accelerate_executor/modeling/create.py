@@ -16,6 +16,7 @@ from hypha.accelerate_executor.errors import JobError, ModelError, reason_of
 from hypha.accelerate_executor.modeling.hf import TORCH, auto_class, lean_imports, quieten_transformers
 from hypha_proto.codec import parse_json
 from hypha_proto.model_listing import list_companions, names_in
+from hypha_proto.texts import one_line
 
 ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
     # images of 1x8x8 and 10 classes: 20,522 parameters, batch norm, 2 ms per batch of 16 on a CPU. One stage: with two
@@ -101,7 +102,7 @@ def create_model(task: str, config: Mapping[str, Any], seed: int, out: Path) -> 
             torch.manual_seed(seed)
             model = kind.from_config(made)
         except (ValueError, TypeError, KeyError) as error:
-            raise JobError(f"no {task} model of this configuration: {str(error).splitlines()[0][:300]}") from error
+            raise JobError(f"no {task} model of this configuration: {one_line(error, 300)}") from error
         model.save_pretrained(out)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -148,7 +149,7 @@ def create_allowed_torch_model(config_json: Path, allowed: Collection[str], seed
     name, kwargs = read_class(config_json)
     module = name.partition(":")[0]
     if module not in allowed:
-        raise JobError(f"--config-json {config_json}: module {module!r:.200} is not allowed; name it in --allow-module")
+        raise JobError(f"--config-json {config_json}: module {module!r} is not allowed; name it in --allow-module")
     return write_torch_model(name, kwargs, seed, out)
 
 

@@ -49,7 +49,7 @@ def check_delivery(task: str, model_dir: Path, replica: Replica, allowed: Collec
     if differing:
         raise DeliveryError(
             f"the delivered model does not load with the trained weights: {len(differing)} of {len(replica.members)} "
-            f"tensors differ, first {differing[0]!r:.200}; the job's outer-state has the trained ones"
+            f"tensors differ, first {differing[0]!r}; the job's outer-state has the trained ones"
         )
     logger.info("the delivered model loads with the trained weights: %d tensors compared", len(replica.members))
 

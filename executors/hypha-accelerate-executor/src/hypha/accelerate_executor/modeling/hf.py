@@ -214,11 +214,13 @@ def _load_transformers(task: str, model_dir: Path, device_map: str | None) -> to
                 **({} if device_map is None else {"device_map": device_map}),
             )
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise ModelError(f"the model cannot be loaded for task {task!r}: {_first_line(error)}") from error
+            raise ModelError(
+                f"the model cannot be loaded for task {task!r}: {type(error).__name__}: {error}"
+            ) from error
     remedy = f"`hypha-accelerate-executor create-model --from MODEL --task {task} --labels N --out DIR`"
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise ModelError(
-            f"the model's files hold {name!r:.200} with the shape {list(stored)}, and {_CONFIG} says {list(expected)}: "
+            f"the model's files hold {name!r} with the shape {list(stored)}, and {_CONFIG} says {list(expected)}: "
             f"correct {_CONFIG}, or make a head for other classes with {remedy}"
         )
     missing = sorted(name for name in info["missing_keys"] if not name.endswith("num_batches_tracked"))  # is 0 then
@@ -249,7 +251,7 @@ def model_directory(paths: list[Path]) -> Path:
             return path.parent
         if path.is_dir() and (path / _CONFIG).is_file():
             return path
-    raise ModelError(f"the model's artifact has no {_CONFIG}, only {[path.name for path in paths]!r:.300}")
+    raise ModelError(f"the model's artifact has no {_CONFIG}, only {[path.name for path in paths]}")
 
 
 def quieten_transformers() -> None:
@@ -258,7 +260,3 @@ def quieten_transformers() -> None:
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:400]

@@ -72,7 +72,7 @@ def check_round_trip(task: str, model_dir: Path, allowed: Collection[str] = (), 
         check_delivery(task, model_dir, replica, allowed)
         delivered = load_stored_model(task, delivered_dir, allowed=allowed)
     if differing := replica.find_differing(delivered):
-        raise DeliveryError(f"{len(differing)} of {len(replica.members)} tensors differ, first {differing[0]!r:.200}")
+        raise DeliveryError(f"{len(differing)} of {len(replica.members)} tensors differ, first {differing[0]!r}")
     with torch.no_grad():
         for name, value in replica.delivered().items():
             replica.members[name].copy_(value)

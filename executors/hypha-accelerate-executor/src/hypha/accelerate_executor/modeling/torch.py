@@ -52,11 +52,11 @@ def make_module(name: str, kwargs: Mapping[str, Any], allowed: Collection[str]) 
         ModelError: the class does not accept these kwargs.
     """
     if _CLASS.fullmatch(name) is None:
-        raise JobError(f"torch_class: {name!r:.200} is not of the form module:Class")
+        raise JobError(f"torch_class: {name!r} is not of the form module:Class")
     module_name, _, class_name = name.partition(":")
     if module_name not in allowed:
         raise JobError(
-            f"torch_class: module {module_name!r:.200} is not allowed on this worker; its owner can allow it with "
+            f"torch_class: module {module_name!r} is not allowed on this worker; its owner can allow it with "
             f"--allow-module {module_name} in the executor's args"
         )
     try:
@@ -70,9 +70,7 @@ def make_module(name: str, kwargs: Mapping[str, Any], allowed: Collection[str]) 
     try:
         return kind(**kwargs)
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"torch_class: {name} cannot be instantiated with kwargs {sorted(kwargs)!r:.200}: {error}"
-        ) from error
+        raise ModelError(f"torch_class: {name} cannot be instantiated with kwargs {sorted(kwargs)}: {error}") from error
 
 
 def write_torch_model(name: str, kwargs: Mapping[str, Any], seed: int, out: Path) -> int:
@@ -128,10 +126,10 @@ def _load_weights(module: torch.nn.Module, model_dir: Path) -> None:
             tensors |= load_file(path)
         result = module.load_state_dict(tensors, strict=False)
     except (TensorFileError, SafetensorError, OSError, RuntimeError) as error:
-        raise ModelError(f"the model cannot be loaded for task 'torch': {str(error).strip()[:400]}") from error
+        raise ModelError(f"the model cannot be loaded for task 'torch': {error}") from error
     state = module.state_dict()
     loaded = {state[name].data_ptr() for name in tensors if name in state}
     missing = sorted(name for name in result.missing_keys if state[name].data_ptr() not in loaded)
     if missing or result.unexpected_keys:
-        fault = f"lack the tensor {missing[0]!r}" if missing else f"hold the unknown {result.unexpected_keys[0]!r:.200}"
+        fault = f"lack the tensor {missing[0]!r}" if missing else f"hold the unknown {result.unexpected_keys[0]!r}"
         raise ModelError(f"the model's files {fault}, so that they do not fit {type(module).__name__}")

@@ -234,7 +234,7 @@ def _stored(name: str, info: TensorInfo, parts: list[TensorPart], members: Mappi
     places = torch.cat([part.stored for part in parts if isinstance(part.stored, torch.Tensor)])
     if len(places) != info.elements or not torch.equal(places.sort()[0], torch.arange(info.elements)):
         raise ModelError(
-            f"the model's files hold {name!r:.200}, of which some elements are not trained, or are in the model twice; "
+            f"the model's files hold {name!r}, of which some elements are not trained, or are in the model twice; "
             "such a model is not supported"
         )
     if len(parts) > 1:
@@ -250,15 +250,13 @@ def _alias(alias: str, order: list[str], numbers: torch.Tensor, known: torch.Ten
     """Return the other name that the files have for a tied tensor."""
     pairs = np.unique(torch.stack([numbers, known]).numpy(), axis=1).T.tolist()
     if len(pairs) > 1:
-        raise ModelError(
-            f"the model's files hold the tied tensor {alias!r:.200} in several parts, which is not supported"
-        )
+        raise ModelError(f"the model's files hold the tied tensor {alias!r} in several parts, which is not supported")
     [(other, number)] = pairs
     return {order[other - 1]: order[number - 1]}
 
 
 def _not_found(member: str, infos: Mapping[str, TensorInfo]) -> ModelError:
     return ModelError(
-        f"the model's files hold no tensor {member!r:.200}, but for example {next(iter(infos))!r:.200}; load the model "
+        f"the model's files hold no tensor {member!r}, but for example {next(iter(infos))!r}; load the model "
         "with from_pretrained and save it with save_pretrained of this transformers"
     )

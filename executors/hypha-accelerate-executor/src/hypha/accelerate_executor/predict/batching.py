@@ -60,7 +60,7 @@ class BatchComputer(Generic[_Row, _Result]):
     def _after(self, error: Exception, batch: Sequence[_Row]) -> list[Sequence[_Row]] | None:
         """Return the halves of a batch that failed; None for a single row."""
         if _is_device_failure(error):
-            raise DeviceFailed(f"the device failed: {type(error).__name__}: {str(error).strip()[:300]}") from error
+            raise DeviceFailed(f"the device failed: {type(error).__name__}: {error}") from error
         middle = (len(batch) + 1) // 2
         if len(batch) == 1:
             return None

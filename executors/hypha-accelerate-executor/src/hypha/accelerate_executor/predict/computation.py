@@ -121,7 +121,7 @@ def is_alone_as_together(outputs: Callable[[Sequence[_Row]], torch.Tensor], rows
         alone = torch.cat([outputs([row]) for row in rows])
         together = outputs(rows)
     except Exception as error:  # noqa: BLE001 – the rows of the job show the same error alone
-        logger.info("rows together: %s: %s", type(error).__name__, " ".join(str(error).split())[:200])
+        logger.info("rows together: %s: %s", type(error).__name__, error)
         return False
     tolerance = _TOLERANCE if together.dtype in (torch.float32, torch.float64) else _LOW_TOLERANCE
     difference, largest = (together - alone).abs().max(), alone.abs().max()

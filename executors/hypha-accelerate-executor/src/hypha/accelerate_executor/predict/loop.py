@@ -23,6 +23,7 @@ from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 from hypha.accelerate_executor.predict.slices import SliceRows, open_slice
+from hypha_proto.texts import quote
 
 logger = logging.getLogger(__name__)
 
@@ -155,5 +156,5 @@ class InferenceLoop:
 def _slice_index(fetched: Fetched) -> int:
     text = fetched.metadata.get("slice", "")
     if not (text.isascii() and text.isdecimal()):
-        raise DataError(f"the worker named no slice of {fetched.path.name}: metadata slice is {text!r:.80}")
+        raise DataError(f"the worker named no slice of {fetched.path.name}: metadata slice is {quote(text)}")
     return int(text)

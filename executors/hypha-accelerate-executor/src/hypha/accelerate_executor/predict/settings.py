@@ -116,12 +116,12 @@ def _find_faults(task: InferenceTask) -> Iterator[str]:
     model, preprocessor, prompt = task.model, task.preprocessor, task.inference.prompt
     types = CLASSIFIERS if task.task == CLASSIFY else GENERATORS
     if model.type not in types:
-        yield f"settings.model.type: {model.type!r:.100}: task {task.task} takes models of type {', '.join(types)}"
+        yield f"settings.model.type: {model.type!r}: task {task.task} takes models of type {', '.join(types)}"
     for place, source in (("model", model), ("preprocessor", preprocessor)):
         if source is not None and not is_inside(source.path):
-            yield f"settings.{place}.path: {source.path!r:.100}: expected a path inside the work directory"
+            yield f"settings.{place}.path: {source.path!r}: expected a path inside the work directory"
     if preprocessor is not None and preprocessor.type not in AUTO_CLASSES:
-        yield f"settings.preprocessor.type: {preprocessor.type!r:.100}: expected one of {', '.join(AUTO_CLASSES)}"
+        yield f"settings.preprocessor.type: {preprocessor.type!r}: expected one of {', '.join(AUTO_CLASSES)}"
     elif preprocessor is not None and not preprocessor.input_names and not PREPROCESSOR_INPUTS[preprocessor.type]:
         kind = preprocessor.type
         yield f"settings.preprocessor.input_names: preprocessor {kind!r} needs the names of its input columns"
@@ -130,6 +130,6 @@ def _find_faults(task: InferenceTask) -> Iterator[str]:
     try:
         columns_of(prompt or "")
     except ValueError as error:
-        yield f"settings.inference.prompt: {prompt!r:.100}: {error}"
+        yield f"settings.inference.prompt: {prompt!r}: {error}"
     for taken in sorted(RESULT_KEYS[task.task].intersection(task.columns)):
         yield f"settings.columns: {taken!r}: is a key of the results; rename the column in the dataset"

@@ -25,6 +25,7 @@ from hypha.accelerate_executor.data.samples import (
 )
 from hypha.accelerate_executor.errors import RowError
 from hypha_proto.safetensors_io import FLOAT_DTYPES, to_float32
+from hypha_proto.texts import quote
 
 
 class TensorSlice(TensorSamples):
@@ -127,7 +128,7 @@ class JsonSlice(JsonSamples):
     def _text(self, row: int, column: str) -> NDArray[Any]:
         value = self.value(row, column)
         if not isinstance(value, str):
-            raise RowError("wrong-type", f"column {column!r} holds {value!r:.80}; expected text")
+            raise RowError("wrong-type", f"column {column!r} holds {quote(value)}; expected text")
         return np.frombuffer(_encoded(column, value), dtype=np.uint8)
 
     def _numbers(self, row: int, column: str, raw: Collection[str]) -> NDArray[Any]:
@@ -197,7 +198,7 @@ def _as_numbers(column: str, value: Any) -> NDArray[Any]:
     except ValueError:
         raise RowError("wrong-type", f"column {column!r}: its lists differ in length") from None
     if array.dtype.kind not in "biuf":
-        raise RowError("wrong-type", f"column {column!r} holds {value!r:.80}; expected numbers")
+        raise RowError("wrong-type", f"column {column!r} holds {quote(value)}; expected numbers")
     return array
 
 

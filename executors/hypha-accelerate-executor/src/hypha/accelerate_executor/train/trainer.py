@@ -161,7 +161,7 @@ class Trainer:
                 return loss_of(self._module(**arguments))
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
             shapes = {name: list(value.shape) for name, value in arguments.items()}
-            raise DataError(f"the model cannot take a batch of {shapes!r:.300}: {str(error)[:300]}") from error
+            raise DataError(f"the model cannot take a batch of {shapes}: {error}") from error
 
 
 def _place(batch: Batch | None) -> str:
