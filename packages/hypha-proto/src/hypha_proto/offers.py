@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 from hypha_proto.protocols import API, WORKER_REQUESTS_TOPIC, RpcMethod, Topic
 from hypha_proto.resources import Resources
+from hypha_proto.texts import shorten
 from hypha_proto.wire_schema import OMIT, U64, Message, Price
 
 
@@ -24,7 +25,7 @@ class ExecutorDescriptor(Message, frozen=True, rename={"kind": "class"}):
         return cls(kind, name)
 
     def __str__(self) -> str:
-        return f"{self.kind}/{self.name}" if self.kind else self.name
+        return shorten(f"{self.kind}/{self.name}" if self.kind else self.name, 160)
 
 
 class WorkerSpec(Message, frozen=True):
