@@ -214,6 +214,10 @@ async def test_invalid_bodies_are_refused(with_bridge: WithBridge) -> None:
             assert (answer.status_code, answer.json()["error"]) == (400, "bad-request")
             answer = await bridge.client.post(f"/resources/{route}", content=b" " * ((1 << 20) + 1))
             assert (answer.status_code, answer.json()["error"]) == (413, "too-large")
+        huge = {"resource": {"type": "uri", "value": f"file:///{'x' * 90_000}"}, "path": "x"}
+        answer = await bridge.client.post("/resources/fetch", json=huge)
+        assert len(detail := answer.json()["detail"]) == 4000
+        assert detail.endswith("ask its owner to add one")
         for progress in ("moon", {"status": {}}, {"status": {"batch_size": -1}}, None):
             assert await bridge.kind("/status/send", progress) == (400, "bad-request")
         least = {"round": 1, "first": 0, "batches": [{"batch_size": 8}]}

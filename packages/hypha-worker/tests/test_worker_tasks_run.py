@@ -299,6 +299,7 @@ BAD_SPECS = {
     "overlap": ({"outputs": {"o": "a", "p": "a/b"}}, "'a' and 'a/b', which overlap"),
     "too long": ({"outputs": {"o": "a" * 256}}, "which is longer than 255 bytes"),
     "name": ({"outputs": {"a/b": "x"}}, "output 'a/b' is no name"),
+    "huge name": ({"outputs": {"a" * 9000: "x"}}, "is no name: use 1 to 64 letters, digits and _.-"),
     "many": ({"outputs": {f"o{n}": f"p{n}" for n in range(101)}}, "limit of 100"),
 }
 
@@ -310,7 +311,9 @@ async def test_a_definition_that_cannot_be_used_fails_with_the_reason(
     fields, reason = BAD_SPECS[fault]
     async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", **fields)
-        assert reason in (await tasks.failure("t")).reason
+        found = (await tasks.failure("t")).reason
+        assert reason in found
+        assert len(found) <= 1000
         assert recorded.total("hypha.worker.definitions.refused", hypha_reason="malformed") == 1
         assert lab.left_behind() == []
         tasks.start(lease, "next")

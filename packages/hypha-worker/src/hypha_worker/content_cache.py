@@ -137,7 +137,7 @@ class ContentCache:
 
     def _read_key(self, path: Path) -> None:
         try:
-            found = json.loads(path.read_text("utf-8")[:10_000])
+            found = json.loads(path.read_text("utf-8"))
             name, version = found["object"], found["version"]
         except (OSError, ValueError, KeyError, TypeError):
             name = version = ""

@@ -16,11 +16,14 @@ from hypha_net.errors import NetError, NoSpaceError, RequestTimeoutError, Transf
 from hypha_net.redaction import redact_urls
 from hypha_proto.bridge_api import ROUND_CLOSED
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import shorten
 
 _DISK_FAULTS: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE}
 )
 """Errors of a disk that no other peer and no repetition cures."""
+_LONGEST: Final = 4000
+"""Characters of what an executor reads: it repeats what peers and services answered."""
 
 
 class ExecutionError(Exception):
@@ -63,7 +66,7 @@ class BridgeError(Exception):
     def __init__(self, status: int, kind: str, detail: str) -> None:
         self.status = status
         self.kind = kind
-        self.detail = redact_urls(detail)
+        self.detail = shorten(redact_urls(detail), _LONGEST)
         super().__init__(self.detail)
 
 

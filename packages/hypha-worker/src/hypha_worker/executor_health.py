@@ -14,14 +14,15 @@ from typing import Final
 
 import anyio
 
+from hypha_proto.texts import shorten
 from hypha_proto.worker_status import OfferedExecutor
 
 _log = logging.getLogger(__name__)
 
 MAX_FAILURES: Final = 3
 """Failed starts in a row after which an executor is taken out of bids."""
-MAX_REASON: Final = 300
-"""Characters of a reason that are kept."""
+_LONGEST: Final = 300
+"""Characters of the reason that an exclusion names."""
 EXCLUSION: Final = 600.0
 """Seconds for which it is. After that, one further failure takes it out again; a failed check is repeated then."""
 
@@ -48,17 +49,16 @@ class ExecutorHealth:
     def exclusion(self) -> str | None:
         """Why the executor is out of bids; None if it is not."""
         if self._fault is not None:
-            return self._fault
+            return shorten(self._fault, _LONGEST)
         if not self._failures or self.clock() >= self._excluded_until:
             return None
-        return f"it failed {self._failures} times in a row at its start: {self._reason}"
+        return f"it failed {self._failures} times in a row at its start: {shorten(self._reason, _LONGEST)}"
 
     async def check(self) -> None:
         """Check the executor, and let it be offered if nothing is found, also after failures."""
         self.reset()
-        fault = await self.find_fault()
-        self._fault = None if fault is None else fault[:MAX_REASON]
-        if fault is not None:
+        self._fault = await self.find_fault()
+        if self._fault is not None:
             _log.error(
                 "executor %s is not offered: %s; correct it, and run hypha-worker resume or start the worker again",
                 self.executor,
@@ -68,7 +68,7 @@ class ExecutorHealth:
     def note_failure(self, reason: str) -> None:
         """Note that the executor could not be started, or ended with an error before it had used its bridge."""
         self._failures += 1
-        self._reason = reason[:MAX_REASON]
+        self._reason = reason
         if self._failures >= MAX_FAILURES:
             self._excluded_until = self.clock() + EXCLUSION
             _log.error(

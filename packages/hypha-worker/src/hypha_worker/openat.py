@@ -260,7 +260,7 @@ class _Tree:
         """Yield what is in the open folder."""
         prefix = self._prefix
         if len(prefix) > PATH_LIMIT:
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), f"{prefix[:80]}…")
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), prefix)
         with os.scandir(self._current) as entries:
             for entry in entries:
                 try:

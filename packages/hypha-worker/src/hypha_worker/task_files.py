@@ -244,11 +244,11 @@ def _file_errors(text: str) -> Iterator[None]:
     except TaskEndedError:
         raise job_ending() from None
     except (FileNotFoundError, NotADirectoryError):
-        raise not_found(f"path: {text[:80]!r} is not a file in the work directory: write the file first") from None
+        raise not_found(f"path: {text!r} is not a file in the work directory: write the file first") from None
     except IrregularFileError as error:
         if error.kind == "a folder":
-            raise not_found(f"path: {text[:80]!r} is a folder: name a file in the work directory") from None
-        raise bad_request(f"path: {text[:80]!r} is {error.kind}: name a regular file of its own") from None
+            raise not_found(f"path: {text!r} is a folder: name a file in the work directory") from None
+        raise bad_request(f"path: {text!r} is {error.kind}: name a regular file of its own") from None
     except OSError as error:
         if is_disk_fault(error):
             raise
@@ -263,9 +263,9 @@ def _folder_errors(text: str) -> Iterator[None]:
     except TaskEndedError:
         raise job_ending() from None
     except IsADirectoryError:
-        raise bad_request(f"path: {text[:80]!r} is a folder, and a file is needed: name another path") from None
+        raise bad_request(f"path: {text!r} is a folder, and a file is needed: name another path") from None
     except (FileExistsError, NotADirectoryError):
-        raise bad_request(f"path: {text[:80]!r} is a file, and a folder is needed: name another path") from None
+        raise bad_request(f"path: {text!r} is a file, and a folder is needed: name another path") from None
     except OSError as error:
         if is_disk_fault(error):
             raise
@@ -276,6 +276,6 @@ def _path_error(text: str, error: OSError) -> BridgeError:
     """Return what an executor is told of a path that cannot be used."""
     if isinstance(error, LinkInPathError):
         return bad_request(
-            f"path: {text[:80]!r} leads through a symbolic link, perhaps out of the work directory: name another"
+            f"path: {text!r} leads through a symbolic link, perhaps out of the work directory: name another"
         )
-    return bad_request(f"path: {text[:80]!r} cannot be used: {error.strerror}")
+    return bad_request(f"path: {text!r} cannot be used: {error.strerror}")

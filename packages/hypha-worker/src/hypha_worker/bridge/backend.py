@@ -226,7 +226,7 @@ class BridgeBackend:
             return [await self._fetch_slice(dataset, folder)]
         if place is None:
             known = ", ".join([*self.context.resources, *self._datasets_of_slices]) or "it has none"
-            raise not_found(f"the task has no resource {name[:80]!r}; its resources: {known}")
+            raise not_found(f"the task has no resource {name!r}; its resources: {known}")
         with self._translating_errors():
             return await self.context.storage.run(self._take_resource, name, place, folder)
 

@@ -146,7 +146,7 @@ def check_contribution(contribution: Contribution, round_number: int, update: st
         )
     if contribution.optimizer not in (OPTIMIZER_KEPT, OPTIMIZER_RESET):
         raise bad_request(
-            f"contribution.optimizer: {contribution.optimizer[:40]!r} is neither {OPTIMIZER_KEPT!r} nor "
+            f"contribution.optimizer: {contribution.optimizer!r} is neither {OPTIMIZER_KEPT!r} nor "
             f"{OPTIMIZER_RESET!r}: state what the inner optimizer began with"
         )
     if len(contribution.ranges) > MAX_RANGES:

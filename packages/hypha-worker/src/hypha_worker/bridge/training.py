@@ -151,7 +151,7 @@ class TrainingBridge:
             BridgeError: there is none, or it cannot be fetched.
         """
         if reference != self._config.data:
-            raise not_allowed(f"dataset: {reference.dataset[:80]!r} is not the data of this job{self._data_text()}")
+            raise not_allowed(f"dataset: {reference.dataset!r} is not the data of this job{self._data_text()}")
         dataset, context = reference.dataset, self.context
         with instrumentation.span("fetch slices", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
             fetched = await context.fetcher.fetch_slices(
@@ -170,7 +170,7 @@ class TrainingBridge:
         data = self._config.data
         if not isinstance(data, SchedulerReference):
             return ", which has none of a scheduler"
-        return f": fetch {data.dataset[:80]!r} of scheduler {data.peer}"
+        return f": fetch {data.dataset!r} of scheduler {data.peer}"
 
     # --------------------------------------------------------------------------------------------------------- updates
 
@@ -230,7 +230,7 @@ class TrainingBridge:
             answer = await self._commits.state_contribution(number, header.digest, header.samples, contribution)
         if answer.accepted:
             return
-        why = f"the scheduler does not accept the update of round {number}: {answer.reason[:1000]}"
+        why = f"the scheduler does not accept the update of round {number}: {answer.reason}"
         if not answer.rejoin or not self._has_joined:
             raise update_refused(why)
         self.queue.leave()
@@ -258,7 +258,7 @@ class TrainingBridge:
         with instrumentation.span("join round", parent=self.context.traceparent):
             answer = await self._commits.join()
         if answer.round is None:
-            raise never_joins(f"this executor takes part in no round: {answer.reason[:1000]}")
+            raise never_joins(f"this executor takes part in no round: {answer.reason}")
         self.queue.join(answer.round)
         return RoundJoined(round=answer.round, weights=answer.weights, keeps=answer.keeps)
 

@@ -126,6 +126,6 @@ class UncommittedUpdates:
             deliver(replace(file, weights=status.weights))
             return
         self._known.discard((number, digest))  # a later parameter server may compute the same again
-        _log.warning("outer update of round %d from %s is not committed: %s", number, file.peer, status.reason[:400])
+        _log.warning("outer update of round %d from %s is not committed: %s", number, file.peer, status.reason)
         _DISCARDED.add(1)
         file.path.unlink(missing_ok=True)

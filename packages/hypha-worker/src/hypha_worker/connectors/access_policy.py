@@ -48,9 +48,7 @@ class AccessPolicy:
         if parts.scheme not in ("http", "https") or not host:
             raise bad_request(f"value: {shown_url(url)!r} is not an http, https or file URL: use one of these schemes")
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
-            raise not_allowed(
-                f"value: host {host[:120]!r} is not in connectors.hosts of this worker: its owner may add it"
-            )
+            raise not_allowed(f"value: host {host!r} is not in connectors.hosts of this worker: its owner may add it")
 
     def allowed_addresses(self, host: str, addresses: Sequence[str]) -> list[str]:
         """Return those of a host's addresses that downloads may connect to.
@@ -62,7 +60,7 @@ class AccessPolicy:
         allowed = [address for address in addresses if is_allowed_address(address, networks)]
         if addresses and not allowed:
             raise not_allowed(
-                f"value: host {host[:120]!r} has the address {addresses[0]}, which is not public: the worker's owner "
+                f"value: host {host!r} has the address {addresses[0]}, which is not public: the worker's owner "
                 "may list its network in connectors.networks"
             )
         return allowed
@@ -75,7 +73,7 @@ class AccessPolicy:
         """
         if not any(fnmatchcase(repository, pattern) for pattern in self.repositories):
             raise not_allowed(
-                f"repository: {repository[:120]!r} is not in the worker's connectors.repositories: ask its owner"
+                f"repository: {repository!r} is not in the worker's connectors.repositories: ask its owner"
             )
 
     def check_bucket(self, bucket: str) -> None:
@@ -85,9 +83,7 @@ class AccessPolicy:
             BridgeError: it is not in ``connectors.buckets``.
         """
         if not any(fnmatchcase(bucket, pattern) for pattern in self.buckets):
-            raise not_allowed(
-                f"bucket: {bucket[:80]!r} is not in connectors.buckets of this worker: its owner may add it"
-            )
+            raise not_allowed(f"bucket: {bucket!r} is not in connectors.buckets of this worker: its owner may add it")
 
     def resolve_file_url(self, url: str) -> Path:
         """Return the file that a ``file:`` URL names.
@@ -97,7 +93,7 @@ class AccessPolicy:
         """
         path = self.resolve_file_url_path(url)
         if not path.is_file():
-            raise not_found(f"file {str(path)[:120]!r} does not exist")
+            raise not_found(f"file {str(path)!r} does not exist")
         return path
 
     def resolve_file_url_path(self, url: str) -> Path:
@@ -122,11 +118,11 @@ class AccessPolicy:
             BridgeError: it is not absolute, or under none of ``connectors.roots``.
         """
         if not text.startswith("/") or "\0" in text:
-            raise bad_request(f"{name}: {text[:120]!r} is not an absolute path: begin it with /")
+            raise bad_request(f"{name}: {text!r} is not an absolute path: begin it with /")
         path = Path(text).resolve()
         if not any(root.resolve() in path.parents for root in self.roots):
             raise not_allowed(
-                f"{name}: {str(path)[:120]!r} is under none of the worker's connectors.roots: ask its owner to add one"
+                f"{name}: {str(path)!r} is under none of the worker's connectors.roots: ask its owner to add one"
             )
         return path
 
@@ -141,11 +137,11 @@ class AccessPolicy:
             if root in path.parents:
                 with open_root(root) as folder:
                     return _open_beneath(folder, path.relative_to(root))
-        raise not_allowed(f"path: {str(path)[:120]!r} is under none of the worker's connectors.roots")
+        raise not_allowed(f"path: {str(path)!r} is under none of the worker's connectors.roots")
 
 
 def _open_beneath(folder: int, path: Path) -> FileIO:
     try:
         return open_regular(folder, PurePosixPath(path.as_posix()), links=None)
     except (LinkInPathError, IrregularFileError) as error:
-        raise bad_request(f"path: {str(path)[:120]!r} was replaced while it was opened ({error.strerror})") from None
+        raise bad_request(f"path: {str(path)!r} was replaced while it was opened ({error.strerror})") from None

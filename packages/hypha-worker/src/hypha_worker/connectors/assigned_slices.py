@@ -17,6 +17,7 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import ASSIGNED, FetchedFile
 from hypha_proto.datasets import SAFETENSORS, AssignedSlice, DataRequest, ProviderFailure, UnusableSlice
 from hypha_proto.job_spec import SliceAddress
+from hypha_proto.texts import shorten
 from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slices, slice_suffix
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError, peer_failed
@@ -174,7 +175,7 @@ def _positions(assigned: AssignedSlice) -> dict[str, str]:
 
 def _unusable_slice(assigned: AssignedSlice, error: UnusableFileError) -> UnusableSlice:
     """Return the report of a slice that cannot be used, for the scheduler."""
-    failures = tuple(ProviderFailure(provider=peer, reason=why[:400]) for peer, why in error.failures.items())
+    failures = tuple(ProviderFailure(provider=peer, reason=shorten(why, 400)) for peer, why in error.failures.items())
     return UnusableSlice(index=assigned.index, failures=failures, epoch=assigned.epoch)
 
 

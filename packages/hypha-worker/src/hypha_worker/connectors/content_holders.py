@@ -73,7 +73,7 @@ def check_sha256(text: str) -> str:
     """
     digits = text.removeprefix("sha256:")
     if not is_sha256(digits):
-        raise bad_request(f"sha256: {text[:80]!r} is not a SHA-256: write 64 lower-case hex digits")
+        raise bad_request(f"sha256: {text!r} is not a SHA-256: write 64 lower-case hex digits")
     return digits
 
 
@@ -108,8 +108,8 @@ async def fetch_by_sha256(text: str, target: Path, files: PeerFiles, faults: Hol
             await retries.NO_HOLDER.wait(attempt)
     if not failures:
         raise not_found(f"{digest}: no peer announces it: provide it with hypha-data provide FILE")
-    reasons = "; ".join(f"{peer}: {str(error)[:300]}" for peer, error in failures.items())
-    raise peer_failed(f"{digest}: none of its holders could provide it: {reasons}"[:4000])
+    reasons = "; ".join(f"{peer}: {error}" for peer, error in failures.items())
+    raise peer_failed(f"{digest}: none of its holders could provide it: {reasons}")
 
 
 async def _pull_from_several(

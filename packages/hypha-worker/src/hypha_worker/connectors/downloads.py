@@ -61,7 +61,7 @@ async def download_from_hub(
                 await _download_from_hub(HubSource(reference, name), folder, storage) for name in reference.filenames
             ]
     except TimeoutError:
-        raise timed_out(f"repository {reference.repository[:120]!r} was not downloaded within {timeout:g} s") from None
+        raise timed_out(f"repository {reference.repository!r} was not downloaded within {timeout:g} s") from None
 
 
 async def _download_from_hub(source: HubSource, folder: PurePosixPath, storage: TaskStorage) -> FetchedFile:

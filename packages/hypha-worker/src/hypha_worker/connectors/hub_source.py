@@ -53,7 +53,7 @@ def check_reference(reference: HuggingFaceReference, access: AccessPolicy) -> No
     try:
         validate_repo_id(reference.repository)
     except HFValidationError as error:
-        raise bad_request(f"repository: {reference.repository[:120]!r}: {str(error)[:400]}") from error
+        raise bad_request(f"repository: {reference.repository!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class HubSource:
     @property
     def name(self) -> str:
         """See `ContentSource.name`."""
-        return f"{self.reference.repository[:120]}/{self.filename[:120]}"
+        return f"{self.reference.repository}/{self.filename}"
 
     @property
     def cache_key(self) -> tuple[str, str]:
@@ -103,7 +103,7 @@ class HubSource:
 
         found = try_to_load_from_cache(self.reference.repository, self.filename, revision=self.reference.revision)
         if not isinstance(found, str):
-            revision = (self.reference.revision or "main")[:120]
+            revision = self.reference.revision or "main"
             raise not_found(
                 f"{self.name} is not in the hub's cache at revision {revision}, and HF_HUB_OFFLINE is set for this "
                 "worker: let the scheduler serve the files (serve = true)"
@@ -156,14 +156,14 @@ class HubSource:
         from huggingface_hub import hf_raise_for_status
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
-        revision = (self.reference.revision or "main")[:120]
+        revision = self.reference.revision or "main"
         where = f"{self.name} at revision {revision}"
         try:
             hf_raise_for_status(response)
         except EntryNotFoundError as error:
             raise not_found(f"{self.name} does not exist at revision {revision}") from error
         except HfHubHTTPError as error:
-            raise source_failed(f"{where}: {_one_line(error, response)}") from error
+            raise source_failed(f"{where}: {_message(error, response)}") from error
         except (AttributeError, TypeError, ValueError):
             pass  # the body is not of the shape that it expects; the status is reported
         if response.status_code not in (200, 206):
@@ -196,10 +196,10 @@ def _user_agent() -> str:
     return f"hypha-worker/{version('hypha-worker')}; hf_hub/{version('huggingface-hub')}"
 
 
-def _one_line(error: Exception, response: hub_httpx.Response) -> str:
+def _message(error: Exception, response: hub_httpx.Response) -> str:
     """Return the message on one line, without the signature of a storage server's URL."""
     text = str(error).replace(str(response.url), str(response.url.copy_with(query=None)))
-    return " ".join(text.split())[:400]
+    return " ".join(text.split())
 
 
 def _etag(response: hub_httpx.Response) -> str:

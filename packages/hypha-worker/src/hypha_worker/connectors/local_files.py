@@ -53,7 +53,7 @@ def copy_local_tree(
         return {"": copy_local_file(source, target, access, storage, hashed=hashed)}
     if not source.is_dir():
         why = "is neither a file nor a folder" if source.exists() else "does not exist"
-        raise not_found(f"path {text[:120]!r} {why}")
+        raise not_found(f"path {text!r} {why}")
     target.mkdir(mode=0o700)
     found: dict[str, FetchedContent] = {}
     count = 0
@@ -62,14 +62,14 @@ def copy_local_tree(
             path = Path(folder, name)
             count += 1
             if count > MAX_ENTRIES:
-                raise bad_request(f"path {text[:120]!r} holds more than {MAX_ENTRIES} files: pack them into an archive")
+                raise bad_request(f"path {text!r} holds more than {MAX_ENTRIES} files: pack them into an archive")
             copied = target / path.relative_to(source)
             if path.is_dir() and not path.is_symlink():
                 copied.mkdir(mode=0o700)
                 continue
             real = access.resolve_path(str(path))
             if not real.is_file():
-                raise bad_request(f"{str(path)[:200]!r} is neither a file nor a link to one")
+                raise bad_request(f"{str(path)!r} is neither a file nor a link to one")
             found[path.relative_to(source).as_posix()] = copy_local_file(real, copied, access, storage, hashed=hashed)
     return found
 
@@ -100,7 +100,7 @@ def copy_local_file(
         storage.release(target)
     if _version(before) != _version(after) or fetched.size != before.st_size:
         raise peer_failed(
-            f"file {str(source)[:200]!r} changed while it was read ({before.st_size} bytes before, {after.st_size} "
+            f"file {str(source)!r} changed while it was read ({before.st_size} bytes before, {after.st_size} "
             "after): write a new file and rename it instead"
         )
     return fetched
@@ -114,9 +114,9 @@ def _open(source: Path, access: AccessPolicy) -> FileIO:
     try:
         return access.open_file(source)
     except FileNotFoundError:
-        raise not_found(f"file {str(source)[:200]!r} does not exist") from None
+        raise not_found(f"file {str(source)!r} does not exist") from None
     except PermissionError as error:
-        raise not_allowed(f"file {str(source)[:200]!r}: {error.strerror}: let the worker's user read it") from None
+        raise not_allowed(f"file {str(source)!r}: {error.strerror}: let the worker's user read it") from None
     except OSError as error:
         raise _read_error(source, error) from error
 
@@ -143,4 +143,4 @@ def _read(reader: FileIO, source: Path) -> bytes:
 
 def _read_error(source: Path, error: OSError) -> BridgeError:
     remedy = "check the shared file system" if is_disk_fault(error) else "check the path"
-    return peer_failed(f"file {str(source)[:200]!r} cannot be read: {error.strerror}: {remedy}")
+    return peer_failed(f"file {str(source)!r} cannot be read: {error.strerror}: {remedy}")

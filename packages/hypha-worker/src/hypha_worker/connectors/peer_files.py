@@ -80,11 +80,11 @@ async def request_slices(
     except NetError as error:
         raise to_bridge_error(error) from error
     if isinstance(answer, NotFound):
-        raise no_more_data(f"the scheduler has no further slice of {request.dataset[:80]!r}")
+        raise no_more_data(f"the scheduler has no further slice of {request.dataset!r}")
     if isinstance(answer, WireError) and answer.message == NO_FREE_SLICE:
-        raise no_free_slice(f"every slice of {request.dataset[:80]!r} is assigned to others; ask again")
+        raise no_free_slice(f"every slice of {request.dataset!r} is assigned to others; ask again")
     if isinstance(answer, WireError):
-        raise peer_failed(f"the scheduler assigned no slice of {request.dataset[:80]!r}: {answer.message[:400]}")
+        raise peer_failed(f"the scheduler assigned no slice of {request.dataset!r}: {answer.message}")
     assigned = answer.slices if isinstance(answer, SlicesAssigned) else (answer,)
     if not 1 <= len(assigned) <= (request.most or 1):
         raise peer_failed(f"the scheduler assigned {len(assigned)} slices and was asked for 1 to {request.most or 1}")
@@ -96,12 +96,12 @@ async def request_slices(
 def _check_assigned(assigned: AssignedSlice, dataset: str) -> None:
     if assigned.format is not None and assigned.format not in SLICE_SUFFIXES:
         raise peer_failed(
-            f"the scheduler assigned a slice of the format {assigned.format[:80]!r}, and this worker knows "
+            f"the scheduler assigned a slice of the format {assigned.format!r}, and this worker knows "
             f"{', '.join(SLICE_SUFFIXES)}: update hypha-worker"
         )
     if _is_empty(assigned):
         raise peer_failed(
-            f"the scheduler assigned no sample of slice {assigned.index} of {dataset[:80]!r}: first "
+            f"the scheduler assigned no sample of slice {assigned.index} of {dataset!r}: first "
             f"{assigned.first or 0} is not before end {assigned.end}"
         )
 
@@ -168,7 +168,7 @@ class PeerFiles:
             DiskFaultError: this machine cannot store it.
             BridgeError: no peer was reachable, or the job's storage is used up.
         """
-        name = f"{address.dataset[:80]}/{address.index}"
+        name = f"{address.dataset}/{address.index}"
         wrong: dict[PeerId, NetError] = {}
         for attempt in itertools.count():
             wanted = _Wanted(address, target, digest, check)
@@ -367,7 +367,7 @@ def fetched_file(path: PurePosixPath, size: int, checksum: str, **metadata: str)
 def _push_error(name: str, failures: Sequence[NetError]) -> BridgeError:
     refusals = [failure.reason for failure in failures if isinstance(failure, TransferRefusedError)]
     if len(refusals) == len(failures):
-        return PushRefusedError(f"{name}: {'; '.join(map(str, failures))}"[:2000], refusals)
+        return PushRefusedError(f"{name}: {'; '.join(map(str, failures))}", refusals)
     return _combined_error(name, failures)
 
 
@@ -375,8 +375,8 @@ def _pull_error(name: str, wrong: Mapping[PeerId, NetError], away: Mapping[PeerI
     if not wrong:
         return _combined_error(name, list(away.values()))
     failures = {peer: str(error) for peer, error in {**wrong, **away}.items()}
-    text = "; ".join(f"{peer}: {reason[:400]}" for peer, reason in failures.items())
-    return UnusableFileError(f"{name} cannot be used: {text}"[:4000], failures)
+    text = "; ".join(f"{peer}: {reason}" for peer, reason in failures.items())
+    return UnusableFileError(f"{name} cannot be used: {text}", failures)
 
 
 def check_tensor_file(path: Path) -> None:
@@ -399,4 +399,4 @@ def _combined_error(what: str, failures: Sequence[NetError]) -> BridgeError:
         return bad_request(f"peers: [] names none that could have {what}: name at least one peer")
     if len(failures) == 1:
         return to_bridge_error(failures[0])
-    return peer_failed(f"{what}: " + "; ".join(str(failure) for failure in failures)[:2000])
+    return peer_failed(f"{what}: " + "; ".join(str(failure) for failure in failures))

@@ -264,7 +264,7 @@ def parse_timeout(arguments: Mapping[str, Any]) -> float | None:
     if timeout is None:
         return None
     if type(timeout) not in (int, float) or not math.isfinite(timeout) or not 0 <= timeout <= MAX_DRAIN:
-        raise ValueError(f"drain.timeout: {str(timeout)[:40]} is not a number of seconds from 0 to {MAX_DRAIN:g}")
+        raise ValueError(f"drain.timeout: {timeout!r} is not a number of seconds from 0 to {MAX_DRAIN:g}")
     return float(timeout)
 
 

@@ -114,7 +114,7 @@ class ControlServer:
     def _parse(self, data: bytes) -> tuple[Command, Mapping[str, Any]]:
         name, arguments = parse_request(data)
         if name not in self.commands:
-            raise ValueError(f"no such command: {name[:40]!r}; there are {', '.join(sorted(self.commands))}")
+            raise ValueError(f"no such command: {name!r}; there are {', '.join(sorted(self.commands))}")
         return self.commands[name], arguments
 
 
@@ -139,7 +139,7 @@ def parse_request(data: bytes) -> tuple[str, Mapping[str, Any]]:
         raise ValueError('expected an object with one command, such as {"status": {}}')
     [(name, arguments)] = found.items()
     if not isinstance(arguments, dict):
-        raise ValueError(f"{name[:40]!r}: expected an object with its arguments")
+        raise ValueError(f"{name!r}: expected an object with its arguments")
     return name, arguments
 
 

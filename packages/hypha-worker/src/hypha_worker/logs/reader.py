@@ -109,9 +109,9 @@ def find_log(folder: Path, wanted: str) -> StoredLog:
     found = [log for log in found if number in ("", log.number)]
     if not found:
         there = f"; {folder} has these:" if known else f", nor of any other job, in {folder}"
-        raise LogNotFoundError(f"there is no log of {wanted[:80]!r}{there}", known)
+        raise LogNotFoundError(f"there is no log of {wanted!r}{there}", known)
     if len({(log.job, log.name) for log in found}) > 1:
-        raise LogNotFoundError(f"{wanted[:80]!r} means several logs: name one of them", found)
+        raise LogNotFoundError(f"{wanted!r} means several logs: name one of them", found)
     return found[-1]
 
 

@@ -23,6 +23,7 @@ from hypha_proto.tasks import (
     TaskResource,
     TaskSpec,
 )
+from hypha_proto.texts import quote
 from hypha_worker.errors import ExecutionError
 
 _SOURCES: Final = ("result", "huggingface", "dataset", "peers", "file", "uri", "s3", "dht", "slices")
@@ -43,7 +44,7 @@ def check_start(spec: TaskSpec, executors: Iterable[ExecutorDescriptor]) -> dict
         DefinitionError: a field cannot be used.
     """
     if ExecutorDescriptor.parse(spec.executor) not in executors:
-        raise DefinitionError(f"executor {spec.executor[:80]!r} is none of those that the lease was requested for")
+        raise DefinitionError(f"executor {spec.executor!r} is none of those that the lease was requested for")
     if spec.timeout_ms == 0:
         raise DefinitionError("timeout_ms is 0: leave it out, or state at least 1")
     _check_resources(spec.resources)
@@ -59,7 +60,7 @@ def _settings(text: str) -> dict[str, Any]:
     except DecodeError as error:
         raise DefinitionError(f"settings: {error}") from None
     if not isinstance(settings, dict):
-        raise DefinitionError(f"settings are {text[:80]!r}, not a JSON object")
+        raise DefinitionError(f"settings are {quote(text)}, not a JSON object")
     return settings
 
 
@@ -68,7 +69,7 @@ def _check_names(what: str, names: list[str]) -> None:
         raise DefinitionError(f"{len(names)} {what}s are over the limit of {MAX_ENTRIES}")
     for name, count in Counter(names).items():
         if not re.fullmatch(NAME, name):
-            raise DefinitionError(f"{what} {name[:80]!r} is no name: use 1 to 64 letters, digits and _.-")
+            raise DefinitionError(f"{what} {name!r} is no name: use 1 to 64 letters, digits and _.-")
         if count > 1:
             raise DefinitionError(f"{what} {name} is named {count} times")
 

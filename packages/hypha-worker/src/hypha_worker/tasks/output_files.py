@@ -51,13 +51,11 @@ def list_files(name: str, files: TaskFiles, path: str, limit: int) -> list[tuple
         for file, size in _walk(name, files, path):
             found.append((file, size))
             if len(found) > limit:
-                raise OutputError(
-                    f"output {name}: {path[:80]!r} holds more than {limit} files: pack them into an archive"
-                )
+                raise OutputError(f"output {name}: {path!r} holds more than {limit} files: pack them into an archive")
     except LinkInPathError:
-        raise OutputError(f"output {name}: a folder in its path {path[:80]!r} is a symbolic link") from None
+        raise OutputError(f"output {name}: a folder in its path {path!r} is a symbolic link") from None
     except (FileNotFoundError, NotADirectoryError):
-        raise OutputError(f"output {name}: the executor made no {path[:80]!r} in its work directory") from None
+        raise OutputError(f"output {name}: the executor made no {path!r} in its work directory") from None
     return sorted(found)
 
 
@@ -76,16 +74,16 @@ def _check_regular(name: str, path: str, about: os.stat_result) -> None:
 
 def irregular_output(name: str, path: str, kind: str) -> OutputError:
     """Return the error of an output with something in it that is not a regular file of its own."""
-    return OutputError(f"output {name}: {path[:120]!r} is {kind}, neither a regular file nor a folder")
+    return OutputError(f"output {name}: {path!r} is {kind}, neither a regular file nor a folder")
 
 
 def _check_name(name: str, path: str) -> None:
     try:
         size = len(path.encode())
     except UnicodeEncodeError:
-        raise OutputError(f"output {name}: the name of the file {path[:120]!a} is not UTF-8") from None
+        raise OutputError(f"output {name}: the name of the file {path!a} is not UTF-8") from None
     if size > MAX_PATH:
-        raise OutputError(f"output {name}: the path {path[:80]!r}… is longer than {MAX_PATH} bytes")
+        raise OutputError(f"output {name}: the path {path!r} is longer than {MAX_PATH} bytes")
 
 
 def describe_files(root: Path, paths: list[str]) -> tuple[StoredFile, ...]:

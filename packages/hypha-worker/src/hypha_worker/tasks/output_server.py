@@ -25,6 +25,7 @@ from hypha_proto.task_resources import (
     PushOutput,
     ReleaseOutputs,
 )
+from hypha_proto.texts import quote
 from hypha_proto.transfer import TASK_RESOURCE, PullRequest, PushHeader, Refusal
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.tasks.output_store import HeldOutput, OutputStore
@@ -93,7 +94,7 @@ class OutputServer:
         for file in message.files:
             held = outputs.get(file.dataset)
             if held is None or file.index >= len(held.output.files):
-                return _refuse_push(f"this worker has no file {file.dataset[:80]}/{file.index} of that job")
+                return _refuse_push(f"this worker has no file {file.index} of {quote(file.dataset)} of that job")
         if message.to == self._endpoint.peer_id:
             return _refuse_push("the files are to be pushed to this worker itself, which has them")
         if self._pushes >= MAX_PUSHES:

@@ -20,6 +20,7 @@ from hypha_net.transfer import PullSource
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import MAX_OUTPUT_FILES, StoredOutput
+from hypha_proto.texts import quote
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_worker.openat import IrregularFileError, LinkInPathError
 from hypha_worker.task_files import TaskFiles
@@ -121,7 +122,7 @@ class OutputStore:
         """Return a file that a peer asks for, or a refusal, which does not tell whether there is such an output."""
         held = None if request.name is not None else self.find(request.dataset, request.index)
         if held is None:
-            return Refusal(reason=f"this worker has no file {request.dataset[:80]}/{request.index}")
+            return Refusal(reason=f"this worker has no file {request.index} of {quote(request.dataset)}")
         return PullSource(held.file_path(request.index), held.output.files[request.index].digest)
 
     def lease_bytes(self, lease: uuid.UUID) -> int:
@@ -196,4 +197,4 @@ def _take_file(name: str, path: PurePosixPath, target: Path, files: TaskFiles, c
     except IrregularFileError as error:
         raise irregular_output(name, str(path), error.kind) from None
     except (FileNotFoundError, NotADirectoryError, LinkInPathError):
-        raise OutputError(f"output {name}: {str(path)[:120]!r} was moved while it was stored") from None
+        raise OutputError(f"output {name}: {str(path)!r} was moved while it was stored") from None

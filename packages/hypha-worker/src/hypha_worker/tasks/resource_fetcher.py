@@ -39,6 +39,7 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import RESOURCES, PeersSource, TaskResource
+from hypha_proto.texts import shorten
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
@@ -86,7 +87,7 @@ class ResourceError(ExecutionError):
 
 class _HolderFailures(Exception):
     def __init__(self, failures: Sequence[FailedHolder]) -> None:
-        super().__init__("; ".join(f"{failure.peer}: {failure.reason}" for failure in failures)[:1000])
+        super().__init__("; ".join(f"{failure.peer}: {failure.reason}" for failure in failures))
         self.failures = tuple(failures)
 
 
@@ -293,7 +294,7 @@ class ResourceFetcher:
 
     async def _bring(self, name: str, location: ResourceLocation, staged: _StagedFiles) -> None:
         if location.gone is not None:
-            raise ResourceError(name, f"there is none: {location.gone.reason[:400]}")
+            raise ResourceError(name, f"there is none: {location.gone.reason}")
         announced = location.pull or location.pushed
         if announced is None:
             raise ResourceError(name, "the scheduler's answer says nothing that this worker knows")
@@ -358,7 +359,7 @@ class ResourceFetcher:
         if not isinstance(found, dict):
             self._count_bytes(found.size)
             return []
-        return [FailedHolder(peer, str(error)[:400], _is_permanent(error)) for peer, error in found.items()]
+        return [FailedHolder(peer, shorten(str(error), 400), _is_permanent(error)) for peer, error in found.items()]
 
     async def _copy_own(self, file: LocatedFile, target: Path) -> list[FailedHolder]:
         held = self.store.find(file.dataset, file.index)

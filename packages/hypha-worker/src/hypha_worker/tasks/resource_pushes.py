@@ -22,6 +22,7 @@ from hypha_net.errors import NoSpaceError
 from hypha_net.transfer import FilePushTarget
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import AwaitPush, LocatedFile
+from hypha_proto.texts import quote
 from hypha_proto.transfer import TASK_RESOURCE, PushHeader, Refusal
 from hypha_worker.task_storage import TaskStorage
 
@@ -82,9 +83,9 @@ class Delivery:
         if peer not in self.senders:
             return f"{peer} is not announced as a sender of this delivery"
         if header.kind != TASK_RESOURCE or header.attempt.job_id != self.job_id:
-            return f"a push of kind {header.kind[:40]!r} of job {header.attempt.job_id} is not part of this delivery"
+            return f"a push of kind {quote(header.kind)} of job {header.attempt.job_id} is not part of this delivery"
         if index not in self.missing:
-            return f"file {header.name[:80]!r} is not wanted, or is here already"
+            return f"file {quote(header.name)} is not wanted, or is here already"
         file = self.files[index]
         if file.digest is not None and header.digest != file.digest:
             return f"file {index} has the digest {header.digest}, and {file.digest} is announced"

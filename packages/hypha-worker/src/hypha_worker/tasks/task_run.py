@@ -40,6 +40,7 @@ from hypha_proto.tasks import (
     TaskProgress,
     TaskSpec,
 )
+from hypha_proto.texts import one_line, shorten
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
@@ -57,8 +58,8 @@ from hypha_worker.work_dir import remove_task_files
 
 _log = logging.getLogger(__name__)
 
-TEXT_LIMIT: Final = 1000
-"""Characters of a reason, a line or a message in a status update."""
+_LONGEST: Final = 1000
+"""Characters of a reason or line in a status update."""
 _ACTIVE: Final = instrumentation.UpDownCounter(
     "hypha.worker.tasks.active", "{task}", "Attempts at tasks that run, by executor."
 )
@@ -240,7 +241,7 @@ class TaskRun:
         """See `TaskControl.store_output`."""
         if all(name != output.name for output in self.spec.outputs):
             known = ", ".join(output.name for output in self.spec.outputs) or "it has none"
-            raise OutputError(f"the task has no output {name[:80]!r}; its outputs: {known}")
+            raise OutputError(f"the task has no output {name!r}; its outputs: {known}")
         async with self._storing:
             before = self._stored.get(name)
             stored = await self._store(name, path, copy=True)
@@ -353,16 +354,16 @@ class TaskRun:
         trace = self.execution.trace
         return self._make_update(
             failed=TaskFailed(
-                reason=one_line(reason),
+                reason=status_text(reason),
                 exit_code=trace.exit_code,
-                last_lines=tuple(line[:TEXT_LIMIT] for line in trace.last_lines),
+                last_lines=tuple(shorten(redact_urls(line), _LONGEST) for line in trace.last_lines),
                 resource=resource,
                 **self._transferred,
             )
         )
 
     def _cancelled(self, reason: str) -> StatusUpdate:
-        return self._make_update(cancelled=TaskCancelled(reason=one_line(reason), **self._transferred))
+        return self._make_update(cancelled=TaskCancelled(reason=status_text(reason), **self._transferred))
 
     @property
     def _transferred(self) -> dict[str, int]:
@@ -385,9 +386,9 @@ class TaskRun:
             _log.info("%s finished", self)
 
 
-def one_line(text: str) -> str:
+def status_text(text: str) -> str:
     """Return a text as the reason in a status update: one line of bounded length, in UTF-8, no secret parts of URLs."""
-    return " ".join(redact_urls(text)[:TEXT_LIMIT].encode(errors="replace").decode().split())
+    return one_line(redact_urls(text).encode(errors="replace").decode(), _LONGEST)
 
 
 def _outcome(result: StatusUpdate) -> str:

@@ -53,7 +53,7 @@ class PushRouter:
             about = f"of job {header.attempt.job_id}"
             target = Refusal(reason=f"a push {about} matches {len(found)} tasks" if found else f"{NO_JOB} {about}")
         if isinstance(target, Refusal):
-            _log.warning("push of %s from %s refused: %s", header.kind[:40], peer, target.reason)
+            _log.warning("push of %s from %s refused: %s", header.kind, peer, target.reason)
         return target
 
     def _receivers(self, peer: PeerId, header: PushHeader) -> list[TaskRun]:
@@ -196,7 +196,7 @@ class TaskSession:
             raise DefinitionError(f"job {attempt.job_id} is not the one that holds this lease")
         settings = check_start(spec, self.lease.executors)
         if spec.executor not in self._host.executors:
-            raise DefinitionError(f"no executor {spec.executor[:80]} is configured here")
+            raise DefinitionError(f"no executor {spec.executor} is configured here")
         if self._end.is_set():
             raise LeaseError(self._end_reason)
         return settings

@@ -39,7 +39,7 @@ from hypha_proto.tasks import (
 )
 from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import LeaseError
-from hypha_worker.tasks.task_run import TaskRun, one_line
+from hypha_worker.tasks.task_run import TaskRun, status_text
 
 _log = logging.getLogger(__name__)
 
@@ -149,9 +149,9 @@ class TaskStream:
         try:
             self._start(attempt, spec)
         except ExecutionError as error:
-            self._refuse("malformed", attempt, str(error), failed=TaskFailed(reason=one_line(str(error))))
+            self._refuse("malformed", attempt, str(error), failed=TaskFailed(reason=status_text(str(error))))
         except LeaseError as error:
-            self._refuse("unable", attempt, str(error), cancelled=TaskCancelled(reason=one_line(str(error))))
+            self._refuse("unable", attempt, str(error), cancelled=TaskCancelled(reason=status_text(str(error))))
 
     def _answer(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
         if (run := self._find(attempt)) is not None:
@@ -167,7 +167,7 @@ class TaskStream:
         _REFUSED.add(1, {"hypha.reason": why})
         task = f"task {attempt.task}, attempt {attempt.number}"
         text = "definition of %s by %s refused: %s"
-        self._refusals.log(_log, logging.WARNING, why, text, task, self._scheduler, one_line(reason))
+        self._refusals.log(_log, logging.WARNING, why, text, task, self._scheduler, reason)
         if update:
             self._update(attempt, **update)
 
@@ -220,5 +220,5 @@ class TaskStream:
             raise ChannelError("the stream ended before the answer to the subscription")
         answer: Subscribed = from_cbor(Subscribed, data, MAX_FRAME)
         if answer.refused is not None:
-            raise StreamRefusedError(f"refused: {answer.refused[:400]}")
+            raise StreamRefusedError(f"refused: {answer.refused}")
         return answer

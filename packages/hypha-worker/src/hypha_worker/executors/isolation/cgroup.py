@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 
 import anyio
 
+from hypha_proto.texts import one_line
 from hypha_worker.executors.isolation.cgroup_files import Group, remove_empty
 from hypha_worker.executors.isolation.layers import Confined, Confinement, Finding, Launch, Layer, in_own_thread
 from hypha_worker.executors.isolation.limits import CPU_PERIOD, RunLimits
@@ -262,7 +263,7 @@ class SystemdScopes:
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"systemd-run failed: {error}"
         if done.returncode != 0:
-            return f"systemd-run failed: {done.stderr.decode(errors='replace').strip()[:200]}"
+            return f"systemd-run failed: {one_line(done.stderr.decode(errors='replace'), 200)}"
         return None
 
     def create(self, name: str, limits: RunLimits) -> ScopedGroup:

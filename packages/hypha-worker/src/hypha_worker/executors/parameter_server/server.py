@@ -26,6 +26,7 @@ from hypha_proto.errors import TensorFileError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference
 from hypha_proto.round_membership import UPDATE_REFUSED, UpdateRefused
+from hypha_proto.texts import quote
 from hypha_proto.training_reports import REPORT, Done, OuterStepTaken, ReportError, ReportTraining
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, disk_fault_of
@@ -199,9 +200,9 @@ class ParameterServer(Execution):
 
     def _admit(self, peer: PeerId, header: PushHeader) -> None:
         if header.kind != PSEUDO_GRADIENT:
-            raise UpdateRefusedError(f"{header.kind[:40]!r} is not accepted here, only {PSEUDO_GRADIENT}")
+            raise UpdateRefusedError(f"{quote(header.kind)} is not accepted here, only {PSEUDO_GRADIENT}")
         if header.codec not in _CODECS:
-            raise UpdateRefusedError(f"codec {header.codec[:40]!r} is not supported here, only {', '.join(_CODECS)}")
+            raise UpdateRefusedError(f"codec {quote(header.codec)} is not supported here, only {', '.join(_CODECS)}")
         self._collector.admit(peer, header.round, header.digest)
 
     async def _on_update_received(self, peer: PeerId, number: int, path: Path, size: int, digest: str) -> None:
@@ -249,7 +250,7 @@ class ParameterServer(Execution):
 
     def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
         self._refuse(peer, number, reason)
-        message = self._refusal(peer, number, reason[:1000])
+        message = self._refusal(peer, number, reason)
         if self._is_over or len(self._refusals) == _MAX_QUEUED_REFUSALS:
             _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
             return
@@ -520,7 +521,7 @@ class ParameterServer(Execution):
         request = ReportTraining(context.attempt, OuterStepTaken(), id=uuid.uuid4())
         answer = await context.contact.call(REPORT, request, is_refusal=lambda answer: isinstance(answer, ReportError))
         if isinstance(answer, ReportError):
-            why = f": {answer.reason[:400]}" if answer.reason else "; its log says why"
+            why = f": {answer.reason}" if answer.reason else "; its log says why"
             raise ExecutionError(f"the scheduler does not accept the outer step of round {done.round}{why}")
         return isinstance(answer, Done)
 

@@ -160,7 +160,7 @@ class OutputLog:
         text = line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
         for job in self._hidden:  # a launcher that failed prints its command, with the whole spec
             text = text.replace(job, HIDDEN)
-        return text[:_LINE_LIMIT]
+        return text
 
     def _tell_left_out(self) -> None:
         if count := self._budget.take_left_out():

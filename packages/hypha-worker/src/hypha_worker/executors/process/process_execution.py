@@ -46,7 +46,7 @@ class ProcessExecution(Execution):
 
     def __init__(self, context: TaskContext, settings: ExecutorSettings, host: HostSettings) -> None:
         if context.spec.aggregation is not None:
-            raise ExecutionError(f"executor {context.spec.executor[:80]} is a process and no parameter server")
+            raise ExecutionError(f"executor {context.spec.executor} is a process and no parameter server")
         self._context = context
         self._settings = settings
         self._host = host
