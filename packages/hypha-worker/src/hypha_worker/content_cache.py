@@ -40,8 +40,6 @@ _log = logging.getLogger(__name__)
 
 DIGEST: Final = "digest"
 """Kind of source of content that is found by its digest."""
-MAX_KEYS: Final = 64
-"""Keys of one object; the oldest gives way to a further one."""
 _OBJECT: Final = re.compile(r"(sha256|blake3)-[0-9a-f]{64}")
 _DIGEST: Final = re.compile(r"(sha256|blake3):[0-9a-f]{64}")
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
@@ -273,9 +271,6 @@ class ContentCache:
     def _add_key(self, key: str, value: _Key) -> None:
         if value.object not in self._objects or self._keys.get(key) == value:
             return
-        others = [other for other, known in self._keys.items() if known.object == value.object and other != key]
-        for other in others[: max(0, len(others) - MAX_KEYS + 1)]:
-            self._remove_key(other)
         incoming = self._incoming / secrets.token_hex(8)
         incoming.write_text(json.dumps({"object": value.object, "version": value.version}), "utf-8")
         incoming.replace(self._keys_folder / key)

@@ -19,8 +19,6 @@ from typing import Final
 _FOLDER: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SEARCH: Final = getattr(os, "O_PATH", os.O_RDONLY)
 """Opens a folder also where it may be searched and not read."""
-PATH_LIMIT: Final = 1 << 16
-"""Largest number of characters in a path that is walked, more than any system call takes."""
 _KINDS: Final = (
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
@@ -220,7 +218,7 @@ def walk(
         skip: whether to leave out a path, and what is beneath it.
 
     Raises:
-        OSError: `path` itself is no folder, one cannot be read, or a path is longer than `PATH_LIMIT`.
+        OSError: `path` itself is no folder, or one cannot be read.
     """
     with open_folder(root, path, os.O_RDONLY) as top:
         tree = _Tree(top)
@@ -259,8 +257,6 @@ class _Tree:
     def list(self, skip: Callable[[str], bool]) -> Iterator[tuple[str, os.stat_result]]:
         """Yield what is in the open folder."""
         prefix = self._prefix
-        if len(prefix) > PATH_LIMIT:
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), prefix)
         with os.scandir(self._current) as entries:
             for entry in entries:
                 try:

@@ -26,8 +26,6 @@ INTERVAL: Final = 1.0
 """Seconds between looking for leases that are over."""
 HELD_INTERVAL: Final = 5.0
 """Seconds between storing those that are held: what a worker that is killed loses at most, and `INTERVAL`."""
-MAX_UNSTORED: Final = 10_000
-"""Leases that are kept while they cannot be stored, as on a full disk; the oldest are lost first."""
 
 
 @dataclass(slots=True)
@@ -74,7 +72,8 @@ class AccountBook:
     _files: AccountFiles | None = None
     """None if the accounts cannot be kept."""
     _held: dict[uuid.UUID, _HeldLease] = field(default_factory=dict)
-    _unstored: deque[LeaseAccount] = field(default_factory=lambda: deque(maxlen=MAX_UNSTORED))
+    _unstored: deque[LeaseAccount] = field(default_factory=deque)
+    """Leases that could not be stored yet, as on a full disk."""
     _held_stored_at: float = -math.inf
     _failures: LogThrottle = field(default_factory=lambda: LogThrottle(time.monotonic))
 

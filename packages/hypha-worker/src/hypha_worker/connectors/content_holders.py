@@ -37,8 +37,6 @@ MIN_SIZE: Final = 32 << 20
 PART: Final = 16 << 20
 """Bytes of a part; what was on its way when one has ended is lost, at most a receive window."""
 MAX_HOLDERS: Final = 4
-MAX_COUNTED: Final = 1000
-"""Peers whose bad content is counted."""
 _BAD: Final = instrumentation.Counter(
     "hypha.worker.content.bad", "{file}", "Files whose holder sent other content than it had announced."
 )
@@ -52,8 +50,7 @@ class HolderFaults:
 
     def count(self, peer: PeerId) -> None:
         """Count a fault of a peer."""
-        if peer in self._counts or len(self._counts) < MAX_COUNTED:
-            self._counts[peer] += 1
+        self._counts[peer] += 1
         _BAD.add(1, {"hypha.peer.id": str(peer)})
 
     def without_faults(self, holders: Sequence[ContentHolder]) -> list[PeerId]:

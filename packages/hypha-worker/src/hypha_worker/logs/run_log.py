@@ -8,6 +8,7 @@ also after its worker was killed.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 import uuid
@@ -32,8 +33,6 @@ OLDER: Final = ".1"
 ORIGIN: Final = ".origin"
 """Ending of the file that says for whom a run was started, and how many bytes of its log were removed."""
 _NEW: Final = ".new"
-_MAX_RUNS: Final = 10_000
-"""Runs of one name that are told apart."""
 _OPEN: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -158,7 +157,7 @@ class RunLog:
     def _create(self) -> None:
         for folder in (self._logs.folder, self._folder):
             folder.mkdir(mode=0o700, exist_ok=True)
-        for number in range(1, _MAX_RUNS):
+        for number in itertools.count(1):
             path = self._folder / (f"{self._name}@{number}{SUFFIX}" if number > 1 else f"{self._name}{SUFFIX}")
             try:
                 self._descriptor = _open_locked(path, os.O_EXCL)
@@ -167,7 +166,6 @@ class RunLog:
             self.path = path
             self._write_origin()
             return
-        raise FileExistsError(f"{self.path} and {_MAX_RUNS} further ones exist")
 
     def _rotate(self) -> None:
         """Keep what was written as the older half. The file at `path` is always a locked one."""

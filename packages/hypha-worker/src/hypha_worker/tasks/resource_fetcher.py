@@ -64,8 +64,6 @@ _log = logging.getLogger(__name__)
 
 MAX_FETCHES: Final = 4
 """Files of a task's resources that are fetched at once."""
-MAX_FILES: Final = 20_000
-"""Largest number of files in one located resource: an answer has at most 10 MiB."""
 MAX_RETRY: Final = 30.0
 """Largest number of seconds for which a resource that does not exist yet is waited for at once."""
 MIN_RETRY: Final = 0.05
@@ -417,8 +415,6 @@ def _check_files(name: str, files: Sequence[LocatedFile]) -> None:
         ResourceError: a path leads out of the resource, or two files overlap.
     """
     paths = [file.path for file in files]
-    if len(paths) > MAX_FILES:
-        raise ResourceError(name, f"{len(paths)} files are over the limit of {MAX_FILES}")
     if paths != [""] and (fault := find_path_fault(paths)) is not None:
         raise ResourceError(name, f"the scheduler names files at {fault}")
 
