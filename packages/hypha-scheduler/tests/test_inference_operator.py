@@ -486,7 +486,7 @@ INVALID = {
     "no object": (lambda good: b"[]\n" + good, "line 1 is no object"),
     "a key twice": (lambda good: good.replace(b'"row": 0', b'"row": 0, "row": 0'), "line 1: "),
     "NaN": (lambda good: good.replace(b'"tokens": 2', b'"tokens": NaN', 1), "line 1: "),
-    "no text": (lambda good: good.replace(b'"text"', b'"txet"', 1), "line 1: text is missing, expected text"),
+    "no text": (lambda good: good.replace(b'"text"', b'"txet"', 1), "line 1: text is None, expected text"),
     "negative tokens": (lambda good: good.replace(b'"tokens": 2', b'"tokens": -2', 1), "line 1: tokens is -2"),
     "another finish": (lambda good: good.replace(b'"stop"', b'"done"', 1), "line 1: finish is 'done'"),
     "not UTF-8": (lambda good: good.replace(b"0/0", b"\xff\xfe", 1), "line 1: not "),

@@ -754,14 +754,16 @@ async def test_the_lease_of_a_worker_that_says_goodbye_is_not_renewed_again(tmp_
             await rpc.call(workers[0].endpoint, scheduler, SAY_GOODBYE, strange)
             left.leases.clear()
             left.renewals_left, left.refuses = 0, True
-            await rpc.call(left.endpoint, scheduler, SAY_GOODBYE, Goodbye(leases=(lease,), reason="it shuts\ndown"))
+            goodbye = Goodbye(leases=(lease,), reason="it shuts\ndown" + 9000 * ".")
+            await rpc.call(left.endpoint, scheduler, SAY_GOODBYE, goodbye)
 
         left.tasks.start_soon(say_goodbye)
         result = json.loads((await service.run_job(job(model, resources={"min_workers": 2}))).read_text())
         assert result["rounds"] == 3
         assert left.renewals_left == 0
     [lost] = [event for event in events(tmp_path) if event["event"] == "worker_lost"]
-    assert lost["reason"] == "it shuts down"
+    assert lost["reason"].startswith("it shuts down.")
+    assert len(lost["reason"]) == 400
 
 
 async def test_refused_reports_are_logged_once_with_their_reason_which_is_answered(

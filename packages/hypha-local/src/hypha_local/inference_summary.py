@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hypha_proto.codec import parse_json
+from hypha_proto.texts import shorten
 
 EXAMPLES: Final = 5
-_MAX_WIDTH: Final = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class InferenceSummary:
 
     def as_text(self) -> str:
         """Format the summary for people."""
-        lines = [f"{_shortened(prompt)}\n  -> {_shortened(text)}" for prompt, text in self.examples]
+        lines = [f"{_quoted(prompt)}\n  -> {_quoted(text)}" for prompt, text in self.examples]
         if self.accuracy is not None:
             lines.append(f"accuracy           {self.accuracy:.4f}")
         rate = "" if self.rows_per_second is None else f", {self.rows_per_second:.1f} rows/s from first to last part"
@@ -65,9 +65,8 @@ class InferenceSummary:
         return "\n".join(lines)
 
 
-def _shortened(text: str) -> str:
-    shown = json.dumps(text, ensure_ascii=False)
-    return shown if len(shown) <= _MAX_WIDTH else shown[: _MAX_WIDTH - 1] + "…"
+def _quoted(text: str) -> str:
+    return shorten(json.dumps(text, ensure_ascii=False), 96)
 
 
 def read_results(results: Path) -> Iterator[dict[str, Any]]:

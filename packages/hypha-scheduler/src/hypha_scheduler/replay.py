@@ -52,7 +52,7 @@ def _strategy_of(directory: Path, records: Sequence[Mapping[str, Any]]) -> Repla
     kind = job.get("type", DEFAULT_TYPE)
     strategy = load_strategy(str(kind))
     if not isinstance(strategy, Replayable):
-        raise JobRefusedError(f"{directory}: the job is of type {str(kind)[:80]!r}, which cannot be computed again")
+        raise JobRefusedError(f"{directory}: the job is of type {kind!r}, which cannot be computed again")
     return strategy
 
 

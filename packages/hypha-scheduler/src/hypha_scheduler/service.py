@@ -38,7 +38,7 @@ from hypha_scheduler.jobs.runner import JobRunner
 from hypha_scheduler.jobs.source_download import source_access
 from hypha_scheduler.jobs.task_streams import TaskStreams, serve_task_streams
 from hypha_scheduler.metrics.status_bridge import StatusBridge
-from hypha_scheduler.strategies.base import StrategyMethod
+from hypha_scheduler.strategies.base import StrategyMethod, not_served
 from hypha_scheduler.strategies.registry import load_strategy
 from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
 from hypha_scheduler.submission.dataset_check import check_datasets
@@ -478,7 +478,7 @@ class SchedulerService:
         for run in await self._all_jobs():
             if request.dataset.startswith(f"{run.job_id}/") and run.involves(peer):
                 return run.on_pull_request(peer, request)
-        return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+        return not_served(request)
 
     async def _push(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         run = await self._find_job(header.attempt.job_id)

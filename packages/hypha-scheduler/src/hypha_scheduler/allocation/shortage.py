@@ -13,6 +13,7 @@ from typing import Final
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
 from hypha_proto.resources import RESOURCE_UNITS, Resources
+from hypha_proto.texts import shorten
 from hypha_scheduler.allocation.auction import DENIED, EXCLUDED
 
 BUSY: Final = "busy"
@@ -49,8 +50,7 @@ _WORDS: Final = {
 _PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", *RESOURCE_UNITS, "price", "quota")
 """Codes of reasons that other schedulers cannot remove."""
 _MAX_REASONS: Final = 8
-"""Reasons of one peer that are read, and their length in characters."""
-_MAX_REASON_LENGTH: Final = 200
+"""Reasons of one peer that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def describe_peers(answers: Answers, held: Mapping[PeerId, str]) -> list[str]:
     """Return a line for each peer with all its reasons."""
     texts: dict[PeerId, list[str]] = {}
     for (peer, role), answer in answers.items():
-        reasons = (rejection.text[:_MAX_REASON_LENGTH] for rejection in answer[:_MAX_REASONS])
+        reasons = (shorten(rejection.text, 200) for rejection in answer[:_MAX_REASONS])
         texts.setdefault(peer, []).extend(f"{role}: {reason}" for reason in reasons)
     for peer, role in held.items():
         texts[peer] = [f"taken for {role} already: each part of a job runs on a worker of its own"]

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from hypha_proto.errors import TensorFileError
 from hypha_proto.file_digests import digest_directory, digest_file
+from hypha_proto.texts import quote
 from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
@@ -197,7 +198,7 @@ def _audit_record(journal: _Journal, line: int, record: Mapping[str, Any]) -> No
             case "finished":
                 journal.findings.is_finished = True
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        journal.findings.add(f"{place}: the record {record.get('record')!r} is malformed: {error!r:.200}")
+        journal.findings.add(f"{place}: the record {record.get('record')!r} is malformed: {quote(error)}")
 
 
 def _audit_term(journal: _Journal, place: str, record: Mapping[str, Any]) -> None:
@@ -281,7 +282,7 @@ def _history_faults(journal: _Journal, number: int, peer: str, member: Mapping[s
     else:
         for name in ("samples", "update", "ranges"):
             if found[name] != member[name]:
-                yield f"contributed {name} {found[name]!r:.100} to round {number}, which has {member[name]!r:.100}"
+                yield f"contributed {name} {quote(found[name])} to round {number}, which has {quote(member[name])}"
     if (number, peer) not in journal.announced:
         yield f"is a member of round {number}, and was not announced to its parameter server"
 

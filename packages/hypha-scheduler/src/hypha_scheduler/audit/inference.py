@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_proto.datasets import MANIFEST
+from hypha_proto.texts import quote
 from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
@@ -138,11 +139,11 @@ def _audit_row(place: str, line: bytes, index: int, seen: dict[int, bool], findi
         row = json.loads(line.decode())
         position = row["slice"], row["row"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        findings.add(f"{place} is no result: {error!r:.200}")
+        findings.add(f"{place} is no result: {quote(error)}")
         return
     number = position[1]
     if any(type(value) is not int for value in position) or position[0] != index or number < 0:
-        findings.add(f"{place}: it is of slice and row {position!r:.80}, in the part of slice {index}")
+        findings.add(f"{place}: it is of slice and row {quote(position)}, in the part of slice {index}")
     elif number in seen:
         findings.add(f"{place}: row {number} has a second result")
     else:

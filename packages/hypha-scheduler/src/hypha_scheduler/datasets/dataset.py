@@ -22,6 +22,7 @@ from hypha_proto.codec import from_json
 from hypha_proto.datasets import MANIFEST, MAX_MANIFEST, SLICE_SUFFIXES, Manifest, SliceEntry
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import quote
 from hypha_proto.transfer import PullRequest
 from hypha_scheduler.errors import JobFailedError
 
@@ -59,7 +60,7 @@ class DatasetView:
     def describe(self, index: int) -> str:
         """Return a slice's number, and the name of its file where the manifest gives one."""
         entry = self.slices[index]
-        return f"slice {index}" if entry is None else f"slice {index} ({entry.file[:200]})"
+        return f"slice {index}" if entry is None else f"slice {index} ({quote(entry.file)})"
 
     def digest(self, index: int) -> str | None:
         """Return the digest of a slice, or None if unknown."""
@@ -122,7 +123,7 @@ def _pinned(name: str, provider: PeerId, text: bytes, digest: str | None = None)
         raise ValueError(f"its manifest has {len(manifest.slices)} slices, {len(empty)} of them empty")
     if manifest.format is not None and manifest.format not in SLICE_SUFFIXES:
         known = ", ".join(SLICE_SUFFIXES)
-        raise ValueError(f"its slices are of the format {manifest.format[:80]!r}, and this scheduler knows {known}")
+        raise ValueError(f"its slices are of the format {quote(manifest.format)}, and this scheduler knows {known}")
     return DatasetView(name, provider, manifest.slices, digest, manifest.format, manifest.columns, manifest.labels)
 
 
@@ -140,7 +141,7 @@ def open_folder(folder: Path, name: str, provider: PeerId, manifest: Path) -> tu
         assert entry is not None  # there is a manifest
         file = folder / entry.file
         if PurePath(entry.file).name != entry.file or not file.is_file() or file.stat().st_size != entry.size:
-            raise ValueError(f"its {MANIFEST} lists {entry.file[:200]!r} of {entry.size} bytes, which is not there")
+            raise ValueError(f"its {MANIFEST} lists {entry.file!r} of {entry.size} bytes, which is not there")
         files.append(file)
     manifest.write_bytes(text)
     return dataset, files

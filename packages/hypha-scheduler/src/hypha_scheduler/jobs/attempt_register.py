@@ -10,11 +10,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import anyio
+import msgspec
 
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
+from hypha_scheduler.jobs.resource_locations import peer_reason
 from hypha_scheduler.strategies.base import TaskRef
 
 
@@ -44,7 +46,7 @@ class Attempt:
     def add_answer(self, answer: CommandAnswer) -> None:
         """Keep the answer to a command until it is taken; ignore one to a command that was not sent."""
         if answer.number < self.commands:
-            self.answers[answer.number] = answer
+            self.answers[answer.number] = msgspec.structs.replace(answer, reason=peer_reason(answer.reason))
             self.answered.set()
             self.answered = anyio.Event()
 

@@ -26,6 +26,7 @@ from hypha_net.redaction import shown_url
 from hypha_proto.datasets import MANIFEST
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS, PREPROCESSOR_TASKS, TASKS
 from hypha_proto.resources import Resources
+from hypha_proto.texts import shorten
 from hypha_proto.wire_schema import MAX_PRICE
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.source_tables import Content, FileName, S3Table, Sha256, Url
@@ -329,7 +330,7 @@ def preprocessor_task(model: ModelTable, preprocessor: PreprocessorTable | None)
 def lacking_columns(dataset: DatasetView, key: str, names: Sequence[str], remedy: str = "") -> list[str]:
     """Return a line for each column that `key` of a job names and a dataset lacks; none if it does not state any."""
     columns = names if dataset.columns is None else dataset.columns
-    has = ", ".join(columns)[:400] or "none"
+    has = shorten(", ".join(columns), 400) or "none"
     return [
         f"{key}: dataset {dataset.name!r} has no column {name!r}; it has {has}{remedy}"
         for name in names
@@ -485,7 +486,7 @@ def _requirements(value: Any) -> Any:
     known = [*names, "kind"]
     for key in value:
         if key not in known:
-            raise ValueError(f"{str(key)[:80]!r} is not a key here; {suggest_key(str(key), Requirement, known)}")
+            raise ValueError(f"{str(key)!r} is not a key here; {suggest_key(str(key), Requirement, known)}")
     found = [{"type": names[key], "min": amount} for key, amount in value.items() if key in names]
     return found + [{"kind": value[key]} for key in value if key == "kind"]
 

@@ -206,7 +206,7 @@ class RunnerContext:
     def locate(self, source: DatasetSource, failures: Collection[FailedHolder] = ()) -> ResourceLocation:
         """Return where slices of a dataset are."""
         if source.name not in self._datasets:
-            return gone(f"the job does not use the dataset {source.name[:80]!r}")
+            return gone(f"the job does not use the dataset {source.name!r}")
         return locate_slices(*self._datasets[source.name], source, failures)
 
     def serves(self, dataset: str) -> bool:

@@ -23,6 +23,7 @@ from hypha_net.peer_names import name_peers
 from hypha_net.redaction import redact_urls
 from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.record_file import EVENTS, RecordFile
+from hypha_proto.texts import shorten
 from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
@@ -31,7 +32,8 @@ from hypha_scheduler.strategies.base import Lease, PostMetric, TaskEnded, TaskRe
 
 _log = logging.getLogger(__name__)
 
-_MAX_TEXT: Final = 300
+_LONGEST: Final = 1 << 16
+"""Characters of a text: the error of a job may have the last lines of several executors."""
 _DEBUG_EVENTS: Final = frozenset({"metric", "task_started"})
 RETRY_INTERVAL: Final = 2.0
 """Seconds between two attempts to record an end."""
@@ -325,10 +327,10 @@ def _readable(event: str, fields: Mapping[str, object]) -> str:
 def _short(value: int | float | str) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return redact_urls(str(value)).partition("\n")[0][:_MAX_TEXT]
+    return redact_urls(str(value)).partition("\n")[0]
 
 
 def _plain(value: object) -> object:
     if isinstance(value, str):
-        return name_peers(redact_urls(value))  # workers' reasons
+        return name_peers(shorten(redact_urls(value), _LONGEST))  # workers' reasons
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -140,7 +140,7 @@ def _hub_errors(what: str) -> Iterator[None]:
     except (HfHubHTTPError, HFValidationError, TooLargeError, OSError) as error:
         raise JobFailedError(f"{what} cannot be fetched: {_without_signature(error)}") from None
     except Exception as error:  # connection errors of an HTTP library that depends on the version of huggingface_hub
-        raise JobFailedError(f"{what} cannot be fetched: {error!r:.400}") from error
+        raise JobFailedError(f"{what} cannot be fetched: {error!r}") from error
 
 
 def _fetch(source: RepositoryFiles, target: Path) -> tuple[str, list[str]]:

@@ -55,7 +55,7 @@ async def download_output(
     size = output.size
     if size > max_bytes:
         raise TransferError(f"output {output.name!r} of {holder} has {size} bytes, over the limit of {max_bytes}")
-    part = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}.part")
+    part = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
         await anyio.to_thread.run_sync(_prepare, part, target, size)
         await _pull_all(endpoint, output, holder, part)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hypha_net.redaction import redact_urls
 from hypha_net.transfer import PullSource
 from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
 from hypha_proto.ids import PeerId
@@ -22,17 +23,22 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import DatasetSource
+from hypha_proto.texts import one_line, quote
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.datasets.providers import MAX_PROVIDERS, Providers
 from hypha_scheduler.jobs.artifacts import artifact_dataset
-from hypha_scheduler.strategies.base import Effects, JobContext
+from hypha_scheduler.strategies.base import Effects, JobContext, not_served
 
 MAX_LOCATED_FILES: Final = 4000
 """Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
 _MAX_NAME: Final = 50
 """Characters of a dataset's name in the names of files; together with the rest they fit into `ids.MAX_PATH` bytes."""
-_MAX_TEXT: Final = 400
+
+
+def peer_reason(text: str) -> str:
+    """Return what a peer says of itself or of others as events and answers have it: one line of bounded length."""
+    return one_line(redact_urls(text), 400)
 
 
 def gone(reason: str) -> ResourceLocation:
@@ -69,7 +75,7 @@ class ServedFiles:
     def resolve(self, request: PullRequest) -> PullSource | Refusal:
         """Return the requested file, or a refusal."""
         if request.dataset != self.dataset:
-            return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+            return not_served(request)
         sources = tuple(self.files.values())
         if request.index >= len(sources):
             return Refusal(reason=f"there are {len(sources)} files, none with index {request.index}")
@@ -81,7 +87,7 @@ def with_bounded_failures(request: LocateResource) -> LocateResource:
     failures = tuple(
         FailedHolder(
             peer=failure.peer,
-            reason=" ".join(failure.reason.split())[:_MAX_TEXT],
+            reason=peer_reason(failure.reason),
             is_permanent=failure.is_permanent,
         )
         for failure in request.failures[:MAX_PROVIDERS]
@@ -97,7 +103,7 @@ def checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLo
     """
     answer, _ = told
     if sum(entry is not None for entry in (answer.pull, answer.pushed, answer.not_yet, answer.gone)) != 1:
-        raise ValueError(f"on_locate: exactly one field of the answer must be set: {str(answer)[:_MAX_TEXT]}")
+        raise ValueError(f"on_locate: exactly one field of the answer must be set: {quote(answer)}")
     files = answer.pull or answer.pushed
     if files is not None and len(files.files) > MAX_LOCATED_FILES:
         raise ValueError(f"on_locate: {len(files.files)} files, a message names at most {MAX_LOCATED_FILES}")

@@ -50,6 +50,7 @@ from hypha_proto.leases import RENEWED_LEASE, Goodbye
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.task_resources import LocateResource, ResourceLocation
 from hypha_proto.tasks import TaskResource
+from hypha_proto.texts import quote
 from hypha_proto.training_reports import ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.shortage import Shortage
@@ -72,7 +73,7 @@ from hypha_scheduler.jobs.idempotency_cache import ResponseCache
 from hypha_scheduler.jobs.lease_accounts import HOUR, MARK_INTERVAL, LeaseAccounts
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.orphaned_tasks import OrphanedTasks, read_orphaned, renew_orphaned
-from hypha_scheduler.jobs.resource_locations import checked_location, gone, with_bounded_failures
+from hypha_scheduler.jobs.resource_locations import checked_location, gone, peer_reason, with_bounded_failures
 from hypha_scheduler.jobs.task_lifecycle import TaskLifecycle
 from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.jobs.unfinished import read_unfinished
@@ -120,8 +121,6 @@ _CHECK_INTERVAL: Final = 0.5
 """Seconds between looks at a deadline that stays due."""
 _MIN_RETRY: Final = 0.05
 """Shortest time in seconds after which an operator is asked again for a slice."""
-_MAX_TEXT: Final = 400
-"""Characters of a peer's reason in an event."""
 _MAX_WAIT: Final = 30.0
 """Longest time in seconds for which a request for a slice waits; the worker then asks again."""
 _MAX_ANSWER_WAIT: Final = 20.0
@@ -822,7 +821,7 @@ class JobRunner:
 
     def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
         failures = tuple(
-            ProviderFailure(provider=failure.provider, reason=_one_line(failure.reason))
+            ProviderFailure(provider=failure.provider, reason=peer_reason(failure.reason))
             for failure in report.failures[:MAX_PROVIDERS]
         )
         bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
@@ -904,7 +903,7 @@ class JobRunner:
         known = () if attempt.spec is None else attempt.spec.resources
         resource = next((entry for entry in known if entry.name == request.resource), None)
         if resource is None:
-            return gone(f"the task has no resource {request.resource[:80]!r}")
+            return gone(f"the task has no resource {quote(request.resource)}")
         return await self._locate(attempt.task, resource, with_bounded_failures(request))
 
     async def _locate(self, task: TaskRef, resource: TaskResource, request: LocateResource) -> ResourceLocation:
@@ -1020,7 +1019,7 @@ class JobRunner:
 
     def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
         """Handle a worker's announcement that it is shutting down: its leases end at once."""
-        reason = _one_line(goodbye.reason) or "it is shutting down"
+        reason = peer_reason(goodbye.reason) or "it is shutting down"
         for lease in self._pool.held:
             if lease.peer == peer and lease.id in goodbye.leases:
                 self._pool.drop(lease.id, reason)
@@ -1029,11 +1028,7 @@ class JobRunner:
         """Handle a worker's announcement that it will end: the operator hears once of each lease."""
         if self._operator is None or self._closed:
             return
-        seconds, reason = drain.left_ms / 1000, _one_line(drain.reason) or "it drains"
+        seconds, reason = drain.left_ms / 1000, peer_reason(drain.reason) or "it drains"
         for lease in self._pool.drain(peer, frozenset(drain.leases), reason):
             self._events.draining(lease, seconds, reason)
             self._tell(self._running_operator.on_lease_draining, lease, seconds, anyio.current_time())
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_MAX_TEXT]

@@ -66,7 +66,7 @@ class SourceAccess:
         allowed = [address for address in addresses if is_allowed_address(address, self.networks)]
         if addresses and not allowed:
             raise not_allowed(
-                f"host {host[:120]!r} has the address {addresses[0]}, which is not public: list its network in "
+                f"host {host!r} has the address {addresses[0]}, which is not public: list its network in "
                 "scheduler.connectors.networks"
             )
         return allowed
@@ -76,7 +76,7 @@ class SourceAccess:
         settings = self.s3.settings
         if settings.endpoint is None and settings.region is None:
             raise not_allowed(
-                f"bucket {bucket[:80]!r}: this scheduler knows no S3 service: set scheduler.connectors.s3_region or "
+                f"bucket {bucket!r}: this scheduler knows no S3 service: set scheduler.connectors.s3_region or "
                 "s3_endpoint"
             )
 
@@ -180,12 +180,12 @@ class SourceDownloads:
                     self.endpoint, holder.peer, request, part, digest=digest, timeout=seconds, max_bytes=room
                 )
             except NetError as error:
-                failures.append(f"{holder.peer}: {str(error)[:300]}")
+                failures.append(f"{holder.peer}: {error}")
             else:
                 return
         if not failures:
             raise not_found(f"{digest}: no peer announces it: provide it with hypha-data provide FILE")
-        raise source_failed(f"{digest}: none of its holders could provide it: {'; '.join(failures)}"[:4000])
+        raise source_failed(f"{digest}: none of its holders could provide it: {'; '.join(failures)}")
 
     async def _find_holders(self, digits: str) -> Sequence[content_directory.ContentHolder]:
         """Look up who has content; a scheduler that has just started may not be connected to a gateway yet."""

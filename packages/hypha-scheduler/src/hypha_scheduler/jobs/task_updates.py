@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from hypha_net.redaction import redact_urls
 from hypha_proto.ids import find_path_fault
 from hypha_proto.tasks import (
     MAX_OUTPUT_FILES,
@@ -18,6 +19,7 @@ from hypha_proto.tasks import (
     TaskProgress,
     TaskSpec,
 )
+from hypha_proto.texts import one_line, quote, shorten
 from hypha_scheduler.strategies.base import (
     TaskDraining,
     TaskEnded,
@@ -31,9 +33,9 @@ from hypha_scheduler.strategies.base import (
 
 MAX_OUTPUT_BYTES: Final = 1 << 40
 """Largest size in bytes of all outputs of one attempt."""
-MAX_REASON: Final = 1000
-MAX_LINE: Final = 500
-MAX_LINES: Final = 50
+_MAX_REASON: Final = 1000
+_MAX_LINE: Final = 500
+_MAX_LINES: Final = 50
 _MAX_MESSAGE: Final = 400
 _MAX_DATASET: Final = 200
 _MAX_METRICS: Final = 100
@@ -73,17 +75,21 @@ def _read_end(update: StatusUpdate, spec: TaskSpec | None) -> TaskEnded | None:
     if update.failed is not None:
         return _failed(update.failed, spec)
     if update.cancelled is not None:
-        return TaskEnded(TaskState.CANCELLED, update.cancelled.reason[:MAX_REASON])
+        return TaskEnded(TaskState.CANCELLED, _shorten(update.cancelled.reason, _MAX_REASON))
     return None
 
 
 def _failed(failed: TaskFailed, spec: TaskSpec | None) -> TaskEnded:
     known = () if spec is None else spec.resources
     if failed.resource is not None and all(failed.resource != resource.name for resource in known):
-        raise InvalidUpdateError(f"that it lacks the resource {failed.resource[:80]!r}, which the task does not have")
-    lines = tuple(line[:MAX_LINE] for line in failed.last_lines[-MAX_LINES:])
-    reason = failed.reason[:MAX_REASON]
+        raise InvalidUpdateError(f"that it lacks the resource {quote(failed.resource)}, which the task does not have")
+    lines = tuple(_shorten(line, _MAX_LINE) for line in failed.last_lines[-_MAX_LINES:])
+    reason = _shorten(failed.reason, _MAX_REASON)
     return TaskEnded(TaskState.FAILED, reason, failed.exit_code, lines, resource=failed.resource)
+
+
+def _shorten(text: str, limit: int) -> str:
+    return shorten(redact_urls(text), limit)
 
 
 def traffic_of(update: StatusUpdate) -> TrafficCounts | None:
@@ -97,9 +103,9 @@ def _checked_progress(progress: TaskProgress) -> TaskProgress:
     if progress.fraction is not None and not (math.isfinite(progress.fraction) and 0 <= progress.fraction <= 1):
         raise InvalidUpdateError(f"progress of {progress.fraction:g}, which is not from 0 to 1")
     metrics = progress.metrics
-    if metrics is not None and (len(metrics) > _MAX_METRICS or any(len(name) > MAX_LINE for name in metrics)):
-        raise InvalidUpdateError(f"more than {_MAX_METRICS} metrics, or a name of over {MAX_LINE} characters")
-    message = None if progress.message is None else " ".join(progress.message[:MAX_REASON].split())[:_MAX_MESSAGE]
+    if metrics is not None and (len(metrics) > _MAX_METRICS or any(len(name) > _MAX_LINE for name in metrics)):
+        raise InvalidUpdateError(f"more than {_MAX_METRICS} metrics, or a name of over {_MAX_LINE} characters")
+    message = None if progress.message is None else one_line(redact_urls(progress.message), _MAX_MESSAGE)
     return TaskProgress(fraction=progress.fraction, message=message, metrics=metrics)
 
 
@@ -113,7 +119,7 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
     if len(made) < len(finished.outputs):
         raise InvalidUpdateError("an output twice")
     if unwanted := made.keys() - set(wanted):
-        raise InvalidUpdateError(f"the output {min(unwanted)[:80]!r}, which it was not asked for")
+        raise InvalidUpdateError(f"the output {quote(min(unwanted))}, which it was not asked for")
     if lacking := set(wanted) - made.keys():
         raise InvalidUpdateError(f"an end without the output {min(lacking)!r}")
     if sum(len(output.files) for output in finished.outputs) > MAX_OUTPUT_FILES:
@@ -129,7 +135,7 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
 
 def _check_output(output: StoredOutput) -> None:
     """Check that an output can be written as a file or folder."""
-    what = f"the output {output.name[:80]!r}"
+    what = f"the output {output.name!r}"
     if not 0 < len(output.dataset) <= _MAX_DATASET:
         raise InvalidUpdateError(f"{what} under a dataset's name of {len(output.dataset)} characters")
     if any(not file.digest.startswith("blake3:") for file in output.files):

@@ -164,7 +164,7 @@ def _examine(path: Path, written: float) -> UnfinishedJob | None:
     job_id = next((record["job_id"] for record in first if isinstance(record.get("job_id"), str)), directory.name)
     began = next((event["time"] for event in events if _is_time_of_begin(event)), None)
     was_stopped = next((record.get("tasks_run_on") is False for record in reversed(last) if _is_runners(record)), False)
-    return UnfinishedJob(job_id[:80], directory, began, _progress(last), written, was_stopped)
+    return UnfinishedJob(job_id, directory, began, _progress(last), written, was_stopped)
 
 
 def _is_time_of_begin(event: dict[str, Any]) -> bool:

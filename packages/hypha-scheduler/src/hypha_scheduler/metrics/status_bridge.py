@@ -25,7 +25,6 @@ _RETRY_FIRST: Final = 0.5
 _RETRY_LONGEST: Final = 10.0
 _RETRYABLE: Final = frozenset({408, 425, 429})
 """HTTP client errors after which the same request may succeed later."""
-_MAX_TEXT: Final = 300
 
 
 @dataclass(slots=True)
@@ -101,7 +100,7 @@ class StatusBridge:
         if answer.is_success:
             return None
         is_refused = answer.is_client_error and answer.status_code not in _RETRYABLE
-        return f"HTTP {answer.status_code}: {answer.text[:_MAX_TEXT]}", is_refused
+        return f"HTTP {answer.status_code}: {answer.text}", is_refused
 
     def _report(self, why: str) -> None:
         if self._reachable:

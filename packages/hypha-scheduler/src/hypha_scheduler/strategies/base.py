@@ -25,6 +25,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import RpcMethod
 from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
+from hypha_proto.texts import quote
 from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.auction import RoleRequest
@@ -342,6 +343,11 @@ class SliceRefusedError(Exception):
 # ----------------------------------------------------------------------------------------------------------- interfaces
 
 
+def not_served(request: PullRequest) -> Refusal:
+    """Return the refusal of a file that no job of this scheduler serves to the peer."""
+    return Refusal(reason=f"this scheduler does not serve {quote(request.dataset)}")
+
+
 class JobContext(Protocol):
     """What a strategy may use of the scheduler: its own job's part and nothing else."""
 
@@ -505,7 +511,7 @@ class Operator(Protocol):
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
         """Return a file of the strategy's own; artifacts of `JobContext.prepare_artifact` are served without asking."""
-        return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r}")
+        return not_served(request)
 
     def on_push_request(
         self, task: TaskRef, header: PushHeader, now: float
@@ -555,7 +561,7 @@ class Operator(Protocol):
             ValueError: the strategy has no such command.
         """
         if command != CANCEL:
-            raise ValueError(f"jobs of this type have no command {command[:40]!r}; known: {CANCEL}")
+            raise ValueError(f"jobs of this type have no command {command!r}; known: {CANCEL}")
         return (EndJob(failure=BY_OWNER),)
 
     def summary(self, traffic: Mapping[PeerId, TrafficCounts]) -> Mapping[str, object]:

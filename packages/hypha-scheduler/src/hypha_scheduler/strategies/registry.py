@@ -65,7 +65,7 @@ def load_strategy(name: str, allowed: Collection[str] | None = None) -> Strategy
         raise JobRefusedError(f"strategy {name!r} is installed, but scheduler.strategies does not list it")
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise JobRefusedError(f"no strategy {name[:80]!r} is installed; known: {', '.join(known) or 'none'}{hint}")
+    raise JobRefusedError(f"no strategy {name!r} is installed; known: {', '.join(known) or 'none'}{hint}")
 
 
 def parse_job(value: Any, allowed: Collection[str] | None = None) -> JobTable:

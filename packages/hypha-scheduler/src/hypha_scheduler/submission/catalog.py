@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from hypha_proto.record_file import EVENTS, read_ends
+from hypha_proto.texts import shorten
 
 MAX_JOBS: Final = 1000
 """Jobs that are listed, the newest first."""
@@ -121,7 +122,7 @@ def _written_at(directory: Path) -> float:
 
 
 def _text(value: object) -> str | None:
-    return value[:400] if isinstance(value, str) else None
+    return shorten(value, 400) if isinstance(value, str) else None
 
 
 def _number(value: object) -> float | None:

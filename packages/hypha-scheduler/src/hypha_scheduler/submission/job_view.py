@@ -41,7 +41,6 @@ _LOSSES: Final = 40
 """Rounds whose losses are remembered."""
 _MAX_ROWS: Final = 256
 """Workers up to which those that have left are remembered."""
-_MAX_TEXT: Final = 200
 DETAILS: Final = frozenset({"metric", "task_started", "task_progress"})
 """Events that are too many to be shown."""
 _SHOWN: Final = {**job_events.MEMBER_CHANGES, "shortage": "waiting for workers", "warning": "warning"}
@@ -202,7 +201,7 @@ class JobView:
 
     def _add_worker(self, event: Mapping[str, Any]) -> None:
         peer, name = str(event.get("peer")), event.get("name")
-        role, price = str(event.get("role"))[:_MAX_TEXT], _number(event.get("price")) or 0.0
+        role, price = str(event.get("role")), _number(event.get("price")) or 0.0
         self._release(peer)
         worker = ShownWorker(peer, role, price, self.at, name if isinstance(name, str) else None)
         if peer in self.rows and not (known := self.rows[peer]).is_gone:
@@ -221,7 +220,7 @@ class JobView:
             self.tasks += event.get("outcome") == "finished"
             self._do(peer, "idle")
         elif kind == "task_started":
-            self._do(peer, str(event.get("task"))[:_MAX_TEXT])
+            self._do(peer, str(event.get("task")))
         elif kind in _DOING:
             self.late += kind == "worker_late"
             self.lost += kind == "worker_lost" and peer in self.workers

@@ -21,6 +21,7 @@ from hypha_net.events import Connected, Disconnected
 from hypha_net.peer_names import known_name
 from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.resources import Resources
+from hypha_proto.texts import shorten
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
 from hypha_scheduler.allocation.shortage_report import candidates
 from hypha_scheduler.submission.nearest_datasets import list_known
@@ -124,4 +125,4 @@ class NodeDirectory:
 def _fill(entry: WorkerEntry, status: WorkerStatus) -> None:
     entry.total, entry.free, entry.price, entry.tasks = status.total, status.free, status.price, status.tasks
     entry.executors = tuple(f"{executor} ({executor.runtime})" for executor in status.executors)
-    entry.reasons = tuple(rejection.text[:_MAX_TEXT] for rejection in status.rejections)
+    entry.reasons = tuple(shorten(rejection.text, _MAX_TEXT) for rejection in status.rejections)

@@ -18,6 +18,7 @@ from typing import Any, Final
 from pydantic import SecretStr, ValidationError
 
 from hypha_net.node.config.introspection import dotted, leaves
+from hypha_proto.texts import quote
 from hypha_scheduler.errors import JobFailedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import UnfinishedJob, find_unfinished, log_unfinished, read_resumable
@@ -34,7 +35,6 @@ _MASK: Final = str(SecretStr("x"))
 """What the journal has in place of a secret."""
 _CHANGEABLE: Final = frozenset({"name", "resources", "budget", "inference.max_error_share"})
 """Keys or tables that may differ when a job is resumed: they do not say what is computed."""
-_MAX_SHOWN: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def differences(recorded: JobTable, configured: JobTable) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    return "unset" if value is None else repr(value)[:_MAX_SHOWN]
+    return "unset" if value is None else quote(value)
 
 
 def _masked(job: JobTable) -> Iterator[str]:

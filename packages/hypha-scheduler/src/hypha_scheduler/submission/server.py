@@ -32,6 +32,7 @@ import msgspec
 from hypha_net.local_socket import accept_clients, listen, send_answer
 from hypha_net.peer_names import name_peers
 from hypha_proto.codec import parse_json
+from hypha_proto.texts import quote
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.unfinished import QUEUED
@@ -56,7 +57,6 @@ _CANCEL_TIMEOUT: Final = 10.0
 _MAX_WARNINGS: Final = 10
 _MAX_MATCHES: Final = 20
 """Jobs that the answer to an ambiguous name lists."""
-_MAX_ID: Final = 255
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
 AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
 """`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
@@ -414,16 +414,14 @@ class SubmissionServer:
         Raises:
             JobLookupError: there is none, or there are several.
         """
-        if not wanted or len(wanted) > _MAX_ID:
-            raise JobLookupError(
-                f"id: give the name of a job, or the beginning of its name or id, not {wanted[:_MAX_ID]!r}"
-            )
+        if not wanted:
+            raise JobLookupError("id: give the name of a job, or the beginning of its name or id")
         find = partial(find_jobs, self.runs.absolute(), self._active_entries(), wanted)
         found = await anyio.to_thread.run_sync(find)
         if not found:
-            raise JobLookupError(f"no job has a name or an id that begins with {wanted!r}; `jobs --all` lists all")
+            raise JobLookupError(f"no job has a name or an id that begins with {quote(wanted)}; `jobs --all` lists all")
         if len(found) > 1:
-            raise JobLookupError(f"{len(found)} jobs have a name or an id that begins with {wanted!r}", found)
+            raise JobLookupError(f"{len(found)} jobs have a name or an id that begins with {quote(wanted)}", found)
         [entry] = found
         if entry.state in ACTIVE and self.jobs.get(uuid.UUID(entry.job_id)) is None:  # it has ended meanwhile
             return await anyio.to_thread.run_sync(read_entry, Path(entry.directory)) or entry

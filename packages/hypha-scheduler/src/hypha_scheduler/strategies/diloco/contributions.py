@@ -13,6 +13,7 @@ from typing import Final
 
 from hypha_proto.contributions import MAX_RANGES, OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution, StateContribution
 from hypha_proto.ids import PeerId
+from hypha_proto.texts import quote
 from hypha_scheduler.strategies.diloco.sample_ledger import ALL, SampleSpan
 
 MAX_REFUSALS: Final = 3
@@ -153,7 +154,7 @@ def find_fault(message: StateContribution, number: int, weights: str | None) -> 
     if weights is not None and stated.weights != weights:
         return f"it began from weights with digest {stated.weights}; those of round {number} have {weights}"
     if stated.optimizer not in (OPTIMIZER_KEPT, OPTIMIZER_RESET):
-        return f"its optimizer {stated.optimizer[:40]!r} is neither {OPTIMIZER_KEPT!r} nor {OPTIMIZER_RESET!r}"
+        return f"its optimizer {quote(stated.optimizer)} is neither {OPTIMIZER_KEPT!r} nor {OPTIMIZER_RESET!r}"
     if stated.batch_size == 0:
         return "its batch_size is 0"
     if any(part.end >= ALL for part in stated.ranges):

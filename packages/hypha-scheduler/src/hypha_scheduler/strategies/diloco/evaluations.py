@@ -75,7 +75,7 @@ class Evaluations:
         found = cls()
         for number, result in record.items():
             if not is_evaluation(float(result["loss"]), result["samples"]):
-                raise ValueError(f"the evaluation of round {number[:20]} is not one")
+                raise ValueError(f"the evaluation of round {number} is not one")
             found.add(int(number), result["loss"], result["accuracy"], result["samples"])
         return found
 

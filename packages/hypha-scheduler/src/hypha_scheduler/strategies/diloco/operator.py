@@ -23,6 +23,7 @@ from hypha_proto.round_membership import RefusalKnown, UpdateRefused
 from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
+from hypha_scheduler.jobs.resource_locations import peer_reason
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import (
     Effects,
@@ -474,10 +475,11 @@ class DilocoOperator(Operator):
             return ()
         running.gone_members.setdefault(number, set()).add(message.peer)
         training = running.training
+        reason = peer_reason(message.reason)
         process = training.update_missing if message.missing else training.update_refused
-        effects = self._translate(process(number, message.peer, message.reason, now))
+        effects = self._translate(process(number, message.peer, reason, now))
         if message.missing:
-            fields = {"round": number, "worker": str(message.peer), "reason": message.reason}
+            fields = {"round": number, "worker": str(message.peer), "reason": reason}
             effects = (EmitEvent("update_missing", fields), *effects)
         return (*effects, *self._check_outcome(now))
 

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from hypha_net.transfer import PullSource
+from hypha_proto.texts import quote
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.jobs.artifacts import artifact_dataset
-from hypha_scheduler.strategies.base import PushTarget, TaskRef
+from hypha_scheduler.strategies.base import PushTarget, TaskRef, not_served
 from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
@@ -50,7 +51,7 @@ class OuterUpdateFiles:
         """Serve the newest weights and the last outer update, and the momentum to the parameter server."""
         path = self._sources(task).get(request.dataset, lambda: None)()
         if path is None or request.index != 0:
-            return Refusal(reason=f"this scheduler does not serve {request.dataset[:80]!r} now")
+            return not_served(request)
         return PullSource(path)
 
     def _sources(self, task: TaskRef) -> dict[str, Callable[[], Path | None]]:
@@ -71,7 +72,7 @@ class OuterUpdateFiles:
         if task != running.server:
             return Refusal(reason="another peer is the job's parameter server now")
         if header.kind != OUTER_UPDATE:
-            return Refusal(reason=f"a scheduler accepts {OUTER_UPDATE}, not {header.kind[:40]}")
+            return Refusal(reason=f"a scheduler accepts {OUTER_UPDATE}, not {quote(header.kind)}")
         if header.term is not None and header.term != running.term:
             return Refusal(reason=f"term {header.term} is over: the parameter server is of term {running.term}")
         return self._receive_round(running, header)

@@ -25,6 +25,7 @@ import msgspec
 
 from hypha_proto.contributions import Contribution
 from hypha_proto.ids import DIGEST, PeerId
+from hypha_proto.texts import quote
 from hypha_scheduler.strategies.base import WriteJournal
 from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.result_model import Advance
@@ -69,7 +70,7 @@ class BeganRecord(msgspec.Struct, frozen=True, kw_only=True):
         pairs = [(name, getattr(self, name), getattr(found, name)) for name in names]
         settings = sorted({*self.settings, *found.settings})
         pairs += [(name, self.settings.get(name), found.settings.get(name)) for name in settings]
-        return [f"{name} is {new!r:.200}, and was {old!r:.200}" for name, old, new in pairs if old != new]
+        return [f"{name} is {quote(new)}, and was {quote(old)}" for name, old, new in pairs if old != new]
 
 
 class TermRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -317,4 +318,4 @@ def _with_value(message: str, record: Mapping[str, Any]) -> str:
             value = value[name] if name else value[int(position)]
         except (KeyError, IndexError, TypeError):
             break
-    return f"{path.removesuffix('`').lstrip('.')} is {value!r:.200}: {text}"
+    return f"{path.removesuffix('`').lstrip('.')} is {quote(value)}: {text}"

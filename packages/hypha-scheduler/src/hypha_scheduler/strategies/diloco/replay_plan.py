@@ -23,6 +23,7 @@ from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import TrainConfig, UriReference
 from hypha_proto.replay_plan import FORMAT, RecordedRound, RecordedUpdate, ReplayPlan, Run, SliceFile
+from hypha_proto.texts import quote
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
@@ -229,7 +230,7 @@ def _find_fault(member: MemberRecord, number: int) -> str | None:
         return f"the update is {member.update}, and its executor stated {stated.update}"
     ranges = tuple((part.epoch, part.slice, part.first, part.end) for part in stated.ranges)
     if ranges != member.ranges:
-        return f"the ranges are {_shown(member.ranges)}, and its executor stated {_shown(ranges)}"
+        return f"the ranges are {quote(member.ranges)}, and its executor stated {quote(ranges)}"
     samples = sum(part.end - part.first for part in stated.ranges)
     if samples != member.samples:
         return f"its weight is {member.samples} samples, and its ranges hold {samples}"
@@ -253,10 +254,6 @@ def _range_fault(part: SampleRange, manifest: Manifest) -> str | None:
     if part.end > samples:
         return f"it names the positions {part.first} to {part.end} of slice {part.slice}, which has {samples} samples"
     return None
-
-
-def _shown(ranges: object) -> str:
-    return f"{ranges!r:.200}"
 
 
 # ------------------------------------------------------------------------------------------------------------ the files

@@ -35,7 +35,6 @@ OUT_OF_MEMORY: Final = os.EX_TEMPFAIL
 """Exit code of an executor that could not allocate memory."""
 _KILLED: Final = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """SIGKILL, which the kernel sends when memory is exhausted; the second as a shell reports it."""
-_MAX_LINE: Final = 500
 _VARYING: Final = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+", re.IGNORECASE)
 """Addresses, UUIDs and numbers, in which the same error differs from worker to worker."""
 
@@ -198,7 +197,7 @@ def is_own_fault(end: TaskEnded) -> bool:
 def error_of(end: TaskEnded) -> str:
     """Return the last line of an executor's output, or else the reason, without what varies between workers."""
     lines = [line.strip() for line in end.last_lines if line.strip()]
-    return _VARYING.sub("#", (lines[-1] if lines else end.reason)[:_MAX_LINE])
+    return _VARYING.sub("#", lines[-1] if lines else end.reason)
 
 
 def describe(end: TaskEnded, *, with_lines: bool = False) -> str:
@@ -214,4 +213,4 @@ def describe(end: TaskEnded, *, with_lines: bool = False) -> str:
         return text + "".join(f"\n  | {line}" for line in end.last_lines)
     lines = [line.strip() for line in end.last_lines if line.strip()]
     tells_more = end.exit_code == OUT_OF_MEMORY or is_own_fault(end)  # what a signal ends says nothing about it
-    return f"{text}: {lines[-1][:_MAX_LINE]}" if lines and tells_more else text
+    return f"{text}: {lines[-1]}" if lines and tells_more else text

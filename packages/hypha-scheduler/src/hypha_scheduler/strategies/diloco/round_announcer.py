@@ -131,5 +131,5 @@ class RoundAnnouncer:
 def _rejection(outcome: object) -> str | None:
     """Return why the members were not accepted, or None."""
     if isinstance(outcome, CommandAnswer):
-        return None if outcome.accepted else (outcome.reason[:500] or "it does not accept them")
+        return None if outcome.accepted else (outcome.reason or "it does not accept them")
     return str(outcome)

@@ -194,7 +194,7 @@ class ServerHandover:
             return ()
         if not isinstance(outcome, CommandAnswer) or not outcome.accepted:
             why = outcome.reason if isinstance(outcome, CommandAnswer) else str(outcome)
-            return self.membership.release(told.peer, f"it was not told of the new parameter server: {why[:200]}", now)
+            return self.membership.release(told.peer, f"it was not told of the new parameter server: {why}", now)
         running.server_terms[told.peer] = told.term
         stated = running.training.contributions.get(told.peer, told.round)
         if told.update in (None, outcome.sends) or stated is None or stated.update != told.update:

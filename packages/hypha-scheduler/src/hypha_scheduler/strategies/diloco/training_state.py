@@ -17,6 +17,7 @@ from hypha_proto.contributions import ContributionKnown, StateContribution
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import RoundToJoin
+from hypha_proto.texts import shorten
 from hypha_proto.training_reports import (
     MICRO_BATCH,
     ROUND_SECONDS,
@@ -363,7 +364,7 @@ class TrainingState:
         return answer, (Left(peer, number), *queued)
 
     def _measured(self, peer: PeerId, report: RoundMetrics, now: float) -> tuple[Effect, ...]:
-        values = {n[:100]: v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
+        values = {shorten(n, 100): v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
         if (stated := values.get(MICRO_BATCH)) is not None and peer in self.rounds.members:
             self.micro_batches[peer] = max(1, min(int(stated), self.rounds.batch_size))
         if values.keys() & _OTHER_REPORTS and not values.keys() & _TRAINED:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
+from hypha_proto.texts import quote
 from hypha_proto.transfer import TASK_RESULT, PushHeader, Refusal
 from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.strategies.avoidance import Avoidance
@@ -364,11 +365,12 @@ class InferenceOperator(Operator):
     def on_push_request(self, task: TaskRef, header: PushHeader, now: float) -> tuple[PushTarget | Refusal, Effects]:
         """Accept the part of a slice, also one that will not count: its sender needs a receipt."""
         if header.kind != TASK_RESULT:
-            return Refusal(reason=f"an inference job takes files of the kind {TASK_RESULT}, not {header.kind[:40]}"), ()
+            reason = f"an inference job takes files of the kind {TASK_RESULT}, not {quote(header.kind)}"
+            return Refusal(reason=reason), ()
         index = slice_of(header.name)
         if index is None or index >= len(self._slices.rows):
             expected = f"part-N.jsonl, N from 0 to {len(self._slices.rows) - 1}"
-            return Refusal(reason=f"{header.name[:80]!r} is the name of no part; expected {expected}"), ()
+            return Refusal(reason=f"{quote(header.name)} is the name of no part; expected {expected}"), ()
         if lacking := self._data.files.lacks_room(header.size):
             return Refusal(reason="the scheduler has no room for the part"), self._fail(lacking)
         if (worker := self._workers.running(task)) is not None:

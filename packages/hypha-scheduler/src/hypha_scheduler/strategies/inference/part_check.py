@@ -11,15 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_net.redaction import redact_urls
 from hypha_proto.codec import parse_json
 from hypha_proto.errors import DecodeError
+from hypha_proto.texts import quote, shorten
 from hypha_scheduler.strategies.inference.config import CLASSIFY, GENERATE
 
 MAX_LINE: Final = 4 << 20
 """Bytes of one row."""
 MAX_PART: Final = 8 << 30
 """Bytes of one part."""
-_MAX_TEXT: Final = 80
+_MAX_KIND: Final = 80
 _MAX_EXAMPLE: Final = 400
 _MAX_KINDS: Final = 16
 _OTHERS: Final = "others"
@@ -109,24 +111,26 @@ def _check_position(row: Mapping[str, Any], index: int, number: int, place: str)
     for key, expected in (("slice", index), ("row", number)):
         found = row.get(key)
         if type(found) is not int or found != expected:
-            raise InvalidPartError(f"{place}: {key} is {_shown(found)}, expected {expected}")
+            raise InvalidPartError(f"{place}: {key} is {quote(found)}, expected {expected}")
 
 
 def _count_error(kinds: dict[str, ErrorKind], error: Any, place: str) -> None:
     if not isinstance(error, dict) or not all(isinstance(error.get(key), str) for key in ("kind", "detail")):
-        raise InvalidPartError(f"{place}: error is {_shown(error)}, expected an object with kind and detail")
-    name = error["kind"][:_MAX_TEXT]
+        raise InvalidPartError(f"{place}: error is {quote(error)}, expected an object with kind and detail")
+    name = shorten(error["kind"], _MAX_KIND)
     if name not in kinds and len(kinds) >= _MAX_KINDS:
         name = _OTHERS
-    found = kinds.get(name)
-    kinds[name] = ErrorKind(1, error["detail"][:_MAX_EXAMPLE]) if found is None else found.with_rows(1)
+    if name in kinds:
+        kinds[name] = kinds[name].with_rows(1)
+    else:
+        kinds[name] = ErrorKind(1, shorten(redact_urls(error["detail"]), _MAX_EXAMPLE))
 
 
 def _check_result(row: Mapping[str, Any], task: str, place: str) -> int:
     """Return how many tokens were generated for the row."""
     for key, (is_valid, what) in _RESULTS[task].items():
         if not is_valid(found := row.get(key)):
-            raise InvalidPartError(f"{place}: {key} is {_shown(found)}, expected {what}")
+            raise InvalidPartError(f"{place}: {key} is {quote(found)}, expected {what}")
     return row["tokens"] if task == GENERATE else 0
 
 
@@ -151,7 +155,3 @@ _RESULTS: Final[Mapping[str, Mapping[str, tuple[Callable[[object], bool], str]]]
     },
 }
 """Keys that a computed row of each task has."""
-
-
-def _shown(value: object) -> str:
-    return "missing" if value is None else repr(value)[:_MAX_TEXT]

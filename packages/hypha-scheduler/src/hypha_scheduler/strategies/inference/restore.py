@@ -9,6 +9,7 @@ from typing import Any, Final
 from hypha_net.redaction import redact_urls
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, UriReference
+from hypha_proto.texts import quote
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import Artifact, TaskRef
 from hypha_scheduler.strategies.inference.part_check import ErrorKind, PartCounts
@@ -135,7 +136,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             pairs = [(f"{what}: {part}", was.get(part), found.get(part)) for part in sorted({*was, *found})]
         else:
             pairs = [(what, was, found)]
-        lines += [f"{name} is {new!r:.200}, and was {old!r:.200}" for name, old, new in pairs if old != new]
+        lines += [f"{name} is {quote(new)}, and was {quote(old)}" for name, old, new in pairs if old != new]
     return lines
 
 

@@ -222,11 +222,11 @@ class NeedsTable(Table):
 def _check_driver(driver: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Check that there is one driver, with a valid name and settings that can be sent."""
     if len(driver) != 1:
-        named = ", ".join(sorted(name[:64] for name in driver)) or "none"
+        named = ", ".join(sorted(driver)) or "none"
         raise ValueError(f"must name one executor, not {len(driver)} ({named}); for several write a task for each")
     [(name, settings)] = driver.items()
     if not _DRIVER.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is not an executor; write its name, or class/name such as shell/bash")
+        raise ValueError(f"{name!r} is not an executor; write its name, or class/name such as shell/bash")
     _check_settings(name, settings)
     return driver
 

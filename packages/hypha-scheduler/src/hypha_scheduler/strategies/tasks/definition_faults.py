@@ -94,16 +94,16 @@ def _unknown_results(outlines: list[_Outline], by_name: dict[str, _Outline]) -> 
                 yield Fault((*place, "task"), f"is not a task of this job; {_suggest(task, by_name)}")
             elif isinstance(output, str) and output not in maker.outputs:
                 hint = _suggest(output, maker.outputs)
-                yield Fault((*place, "output"), f"is not an output of task {task[:64]!r}; {hint}")
+                yield Fault((*place, "output"), f"is not an output of task {task!r}; {hint}")
 
 
 def _suggest(name: str, known: Mapping[str, object] | frozenset[str]) -> str:
-    if close := difflib.get_close_matches(name[:80], list(known)[:200], n=1):
+    if close := difflib.get_close_matches(name, list(known)[:200], n=1):
         return f"did you mean {close[0]!r}?"
     if not known:
         return "it has no outputs; add it to them"
     shown = sorted(known)[:10]
-    return f"known: {', '.join(text[:64] for text in shown)}{', …' if len(known) > len(shown) else ''}"
+    return f"known: {', '.join(shown)}{', …' if len(known) > len(shown) else ''}"
 
 
 def _too_many(entries: list[Any], limit: int) -> Iterator[Fault]:
@@ -135,7 +135,7 @@ def _cycles(by_name: dict[str, _Outline]) -> Iterator[Fault]:
 
 def _describe_cycle(cycle: list[str]) -> str:
     shown = cycle if len(cycle) <= 20 else [*cycle[:10], "…", *cycle[-9:]]
-    names = " → ".join(name[:64] for name in (*shown, cycle[0]))
+    names = " → ".join((*shown, cycle[0]))
     if len(cycle) == 1:
         return f"the task uses its own result ({names}); remove this resource"
     return f"these tasks wait for each other ({names}, each uses the next one's result); remove one of these resources"

@@ -30,6 +30,7 @@ from hypha_proto.task_resources import (
     ResourceLocation,
 )
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskResource, TaskSpec
+from hypha_proto.texts import quote
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.resource_locations import MAX_LOCATED_FILES, gone
@@ -174,7 +175,7 @@ class TasksOperator(base.Operator):
             try:
                 self._replay_record(record)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise JobFailedError(f"journal: the record {str(record)[:200]} is malformed: {error!r}") from None
+                raise JobFailedError(f"journal: the record {quote(record)} is malformed: {error!r}") from None
         for instance in self.instances.by_name.values():
             for key in ((instance.name, output) for output in sorted(instance.task.keep)):
                 if (stored := self.holders.get(key)) is not None and stored.copy is None:
