@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +21,6 @@ from hypha_scheduler.jobs.journal import JOURNAL
 _TYPE: Final = "inference"
 _RESULTS: Final = "results"
 _INCOMING: Final = "incoming"
-_MAX_LINE: Final = 64 << 20
 
 
 @dataclass(slots=True)
@@ -127,7 +125,7 @@ def _read_part(path: Path, index: int, findings: InferenceFindings) -> tuple[dic
     seen: dict[int, bool] = {}
     content, size = ContentVerifier(None, None), 0
     with path.open("rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, _MAX_LINE), b""), 1):
+        for number, line in enumerate(file, 1):
             content.update(memoryview(line))
             size += len(line)
             _audit_row(f"{path}: line {number}", line, index, seen, findings)

@@ -49,7 +49,7 @@ MAX_WORKERS: Final = 10_000
 _MAX_LEARNING_RATE: Final = 100.0
 """Far above what trains anything; a larger one is a slip, such as a wrong exponent."""
 _MAX_NORM: Final = 1e9
-_U32: Final = (1 << 32) - 1
+MAX_U32: Final = (1 << 32) - 1
 _MAX_SEED: Final = (1 << 63) - 1
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 LearningRate = Annotated[float, Field(gt=0, le=_MAX_LEARNING_RATE)]
@@ -442,16 +442,16 @@ class InnerOptimizerTable(Table):
         description="Learning-rate schedule: cosine-with-warmup, linear-with-warmup or wsd; if unset, a constant rate.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, le=_U32, description="Steps of a worker during which the rate rises from zero."
+        default=0, ge=0, le=MAX_U32, description="Steps of a worker during which the rate rises from zero."
     )
     total_steps: int | None = Field(
         default=None,
         gt=0,
-        le=_U32,
+        le=MAX_U32,
         description="Steps of a worker in the whole job; if unset, the average that follows from its rounds.",
     )
     decay_steps: int | None = Field(
-        default=None, gt=0, le=_U32, description="wsd: steps at the end during which the rate falls."
+        default=None, gt=0, le=MAX_U32, description="wsd: steps at the end during which the rate falls."
     )
 
 

@@ -43,7 +43,6 @@ from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
 from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, presign
 from hypha_scheduler.jobs.source_tables import S3Table
-from hypha_scheduler.jobs.task_updates import MAX_OUTPUT_BYTES
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import SliceToUse
 
@@ -132,17 +131,15 @@ class RunnerContext:
         self._artifacts[name] = Artifact(PeersReference((self.scheduler,), One()), tuple(slices))
         return dataset
 
-    async def fetch_output(
-        self, output: StoredOutput, holder: PeerId, target: Path, *, max_bytes: int = MAX_OUTPUT_BYTES
-    ) -> int:
+    async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:
         """Pull an output of a task to `target`, a file or folder that does not exist; return its size in bytes.
 
         Raises:
             NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; or it
-                has more than `max_bytes`, or than the disk has room for.
+                has more bytes than the disk has room for.
             OSError: it cannot be stored.
         """
-        return await download_output(self.host.endpoint, output, holder, target, max_bytes=max_bytes)
+        return await download_output(self.host.endpoint, output, holder, target)
 
     async def prepare_artifact(
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False

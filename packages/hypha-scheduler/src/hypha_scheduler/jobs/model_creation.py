@@ -23,7 +23,6 @@ from hypha_scheduler.jobs.model_files import config_file
 
 _TIMEOUT: Final = 1800.0
 """Seconds for the creation of a model."""
-_LAST_LINES: Final = 10
 _MAX_TEXT: Final = 2000
 
 
@@ -71,7 +70,7 @@ def _find_program(name: str) -> str:
 
 def _last_lines(output: bytes) -> str:
     lines = output.decode(errors="replace")[-_MAX_TEXT:].splitlines()
-    return "\n".join(f"  | {line}" for line in lines[-_LAST_LINES:])
+    return "\n".join(f"  | {line}" for line in lines)
 
 
 def _copy_other_files(config: Path, out: Path) -> None:

@@ -21,14 +21,12 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import (
     ContentMismatchError,
     NoSpaceError,
-    TransferError,
     TransferRefusedError,
     first_leaf_error,
 )
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import StoredFile, StoredOutput
 from hypha_proto.transfer import PullRequest
-from hypha_scheduler.jobs.task_updates import MAX_OUTPUT_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -42,19 +40,15 @@ _MIN_RATE: Final = 1 << 18
 """Bytes a second of a large file; what is slower has failed."""
 
 
-async def download_output(
-    endpoint: Endpoint, output: StoredOutput, holder: PeerId, target: Path, *, max_bytes: int = MAX_OUTPUT_BYTES
-) -> int:
+async def download_output(endpoint: Endpoint, output: StoredOutput, holder: PeerId, target: Path) -> int:
     """Pull an output to `target`, which must not exist; return its size in bytes. A failure leaves nothing behind.
 
     Raises:
-        NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; the output
-            has more than `max_bytes`, or the disk has no room for it.
+        NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; or the
+            disk has no room for it.
         OSError: it cannot be stored.
     """
     size = output.size
-    if size > max_bytes:
-        raise TransferError(f"output {output.name!r} of {holder} has {size} bytes, over the limit of {max_bytes}")
     part = target.with_name(f".{uuid.uuid4().hex}.part")
     try:
         await anyio.to_thread.run_sync(_prepare, part, target, size)

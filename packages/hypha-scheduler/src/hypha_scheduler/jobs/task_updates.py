@@ -31,15 +31,12 @@ from hypha_scheduler.strategies.base import (
     TrafficCounts,
 )
 
-MAX_OUTPUT_BYTES: Final = 1 << 40
-"""Largest size in bytes of all outputs of one attempt."""
 _MAX_REASON: Final = 1000
 _MAX_LINE: Final = 500
 _MAX_LINES: Final = 50
 _MAX_MESSAGE: Final = 400
 _MAX_DATASET: Final = 200
 _MAX_METRICS: Final = 100
-_MAX_DRAIN_MS: Final = 24 * 3600 * 1000
 
 
 class InvalidUpdateError(Exception):
@@ -65,7 +62,7 @@ def read_update(update: StatusUpdate, spec: TaskSpec | None) -> TaskUpdate | Non
     if update.progress is not None:
         return TaskProgressed(_checked_progress(update.progress))
     if update.draining is not None:
-        return TaskDraining(min(update.draining.left_ms, _MAX_DRAIN_MS) / 1000)
+        return TaskDraining(update.draining.left_ms / 1000)
     return _read_end(update, spec)
 
 
@@ -124,8 +121,6 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
         raise InvalidUpdateError(f"an end without the output {min(lacking)!r}")
     if sum(len(output.files) for output in finished.outputs) > MAX_OUTPUT_FILES:
         raise InvalidUpdateError(f"more than {MAX_OUTPUT_FILES} files")
-    if sum(output.size for output in finished.outputs) > MAX_OUTPUT_BYTES:
-        raise InvalidUpdateError(f"outputs of more than {MAX_OUTPUT_BYTES} bytes")
     if len({output.dataset for output in finished.outputs}) < len(made):
         raise InvalidUpdateError("two outputs under one name of a dataset")
     for output in finished.outputs:

@@ -386,16 +386,14 @@ class JobContext(Protocol):
         """
         ...
 
-    async def fetch_output(
-        self, output: StoredOutput, holder: PeerId, target: Path, *, max_bytes: int = 1 << 40
-    ) -> int:
+    async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:
         """Pull an output of a task to `target`, a file or folder that does not exist; return its size in bytes.
 
         It appears whole or not at all.
 
         Raises:
             NetError: the holder cannot be reached, no longer has it, or has other content than it has announced; or it
-                has more than `max_bytes`, or than the disk has room for.
+                has more bytes than the disk has room for.
             OSError: it cannot be stored.
         """
         ...

@@ -25,7 +25,6 @@ _PAUSES: Final = (0.25, 2.0)
 """Shortest and longest pause in seconds between two lookups of a dataset; each is twice the one before."""
 _LOOKUPS: Final = 16
 """Lookups at a time."""
-_MAX_NAMED: Final = 5
 _LIST_TIMEOUT: Final = 3.0
 """Seconds before the end of the wait in which gateways are asked for the datasets that they know."""
 _MAX_LISTED: Final = 10
@@ -63,7 +62,7 @@ async def check_datasets(endpoint: Endpoint, job: JobTable) -> None:
             listing.cancel_scope.cancel()
     lines = [line for name in job.dataset_names for line in faults.get(name, ())]
     if missing:
-        names = ", ".join(repr(name) for name in sorted(missing)[:_MAX_NAMED])
+        names = ", ".join(repr(name) for name in sorted(missing))
         lines.append(
             f"dataset {names}: no data node announces it; correct the name, or start a data node that serves it"
             + await _known_names(min(missing), listed)

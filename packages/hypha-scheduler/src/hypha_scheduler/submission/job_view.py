@@ -39,8 +39,6 @@ _DOING: Final = {
 _MEASURED: Final = frozenset({"samples", "batches", "samples_per_second"})
 _LOSSES: Final = 40
 """Rounds whose losses are remembered."""
-_MAX_ROWS: Final = 256
-"""Workers up to which those that have left are remembered."""
 DETAILS: Final = frozenset({"metric", "task_started", "task_progress"})
 """Events that are too many to be shown."""
 _SHOWN: Final = {**job_events.MEMBER_CHANGES, "shortage": "waiting for workers", "warning": "warning"}
@@ -207,8 +205,6 @@ class JobView:
         if peer in self.rows and not (known := self.rows[peer]).is_gone:
             worker.doing, worker.is_late, worker.measured = known.doing, known.is_late, known.measured
         self.rows[peer] = worker
-        while len(self.rows) > _MAX_ROWS and (gone := next((w for w in self.rows.values() if w.is_gone), None)):
-            del self.rows[gone.peer]
 
     def _take(self, kind: str, event: Mapping[str, Any]) -> None:
         peer = str(event.get("worker") or event.get("peer"))

@@ -15,6 +15,7 @@ from hypha_proto.prompt_template import columns_of
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import (
     MAX_SECONDS,
+    MAX_U32,
     MAX_WORKERS,
     Budget,
     DatasetTable,
@@ -36,7 +37,6 @@ from hypha_scheduler.jobs.model_files import missing_files
 
 TRAIN_KIND: Final = "diloco-transformer"
 _DEFAULT_BATCH: Final = 64
-_U32: Final = (1 << 32) - 1
 _MAX_GRACE: Final = 86400.0
 _MAX_TEMPLATE: Final = 10_000
 _CAUSAL_LM: Final = "causal-lm"
@@ -54,20 +54,20 @@ class OuterOptimizerTable(Table):
 class RoundsTable(Table):
     """``[.rounds]``."""
 
-    update_rounds: int = Field(default=100, ge=1, le=_U32, description="Rounds, each with one outer step.")
+    update_rounds: int = Field(default=100, ge=1, le=MAX_U32, description="Rounds, each with one outer step.")
     avg_samples_between_updates: int = Field(
-        default=1200, ge=1, le=_U32, description="Samples of all workers per round."
+        default=1200, ge=1, le=MAX_U32, description="Samples of all workers per round."
     )
     max_batch_size: int | None = Field(
         default=None,
         ge=1,
-        le=_U32,
+        le=MAX_U32,
         description="Upper limit of the batch size, and so of the samples that any worker computes at once.",
     )
     batch_size: int | None = Field(
         default=None,
         ge=1,
-        le=_U32,
+        le=MAX_U32,
         description="Samples per step of a worker; if unset, automatic. A worker with too little memory computes them "
         "in parts.",
     )
@@ -94,7 +94,7 @@ class RoundsTable(Table):
     checkpoint_every: int = Field(
         default=1,
         ge=1,
-        le=_U32,
+        le=MAX_U32,
         description="Number of rounds between checkpoints: loadable models, of which the last and the best are kept.",
     )
     keep_updates: bool = Field(
@@ -102,7 +102,7 @@ class RoundsTable(Table):
         description="Keep the outer updates in updates/, from which audit and replay recompute the rounds.",
     )
     evaluate_every: int = Field(
-        default=0, ge=0, le=_U32, description="Number of rounds between evaluations of the model; 0 for none."
+        default=0, ge=0, le=MAX_U32, description="Number of rounds between evaluations of the model; 0 for none."
     )
 
     def batch_for(self, workers: int) -> int:

@@ -52,7 +52,6 @@ RESOURCES: Final = ("model", "preprocessor", "slices")
 _FORMAT_OF: Final = {GENERATE: JSONL}
 """Format of the dataset that a task needs, if it needs a certain one."""
 _GENERATES: Final = ("prompt", "max_new_tokens", "temperature", "top_p", "stop", "chat_template")
-_U32: Final = (1 << 32) - 1
 _MAX_STOPS: Final = 16
 _Column = Annotated[str, Field(min_length=1, max_length=255)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -6,6 +6,7 @@ are committed, the results get their manifest, are audited, and the job ends. Cr
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -68,8 +69,6 @@ _FAILURES_OF_WORKER: Final = 2
 """Attempts in a row that fail at one worker, and invalid parts, until its lease is released and it is excluded."""
 _BAD_JOB: Final = 2
 """Exit code of an executor that cannot do what its settings say; no other worker could."""
-_NO_ROOM: Final = 74
-"""Exit code of an executor whose disk is full (EX_IOERR)."""
 _RETRY_SLICE: Final = 2.0
 """Seconds until a slice is assigned again that no data node could provide."""
 _ASK_AGAIN: Final = 5.0
@@ -274,10 +273,10 @@ class InferenceOperator(Operator):
         if end.exit_code == _BAD_JOB and not self._is_other_proven(task.lease.peer):
             return self._fail(f"the executor on {task.lease.peer} cannot do this job: {text}")
         worker.failures += 1
-        worker.is_leaving |= worker.failures >= _FAILURES_OF_WORKER or end.exit_code == _NO_ROOM
+        worker.is_leaving |= worker.failures >= _FAILURES_OF_WORKER or end.exit_code == os.EX_IOERR
         blamed = () if end.state is TaskState.CANCELLED else held
         failed = self._retry_or_fail(task, worker, text, now, blamed)
-        if end.exit_code == _NO_ROOM:
+        if end.exit_code == os.EX_IOERR:
             failed += self._avoidance.exclude(ROLE, task.lease.peer, reason, now)
         return (*failed, *self._continue(now))
 
