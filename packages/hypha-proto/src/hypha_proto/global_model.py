@@ -30,6 +30,7 @@ from hypha_proto.job_spec import Nesterov
 from hypha_proto.model_listing import weights_of
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.safetensors_io import (
+    BLOCK,
     FLOAT_DTYPES,
     Array,
     Float32Array,
@@ -51,7 +52,6 @@ WEIGHTS: Final = "weights.safetensors"
 STATE: Final = "state.json"
 """File of the digests."""
 _ROUND: Final = "round"
-_BLOCK: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +269,10 @@ def _sums(source: TensorFile, change: TensorFile, name: str) -> Iterator[tuple[A
     Integers are added in float64 and rounded.
     """
     dtype, flat = source.tensors[name].dtype, source.stored(name).reshape(-1)
-    for number, added in enumerate(change.blocks(name, _BLOCK)):
+    for number, added in enumerate(change.blocks(name)):
         if not np.isfinite(added).all():
             raise TensorFileError(f"{change.path.name}: {name!r} contains NaN or infinity")
-        stored = flat[number * _BLOCK : number * _BLOCK + added.size]
+        stored = flat[number * BLOCK : number * BLOCK + added.size]
         if dtype not in FLOAT_DTYPES:
             count = stored.astype("<i8", copy=False)
             yield count, from_float(count.astype(np.float64) + added, "I64")
@@ -306,9 +306,9 @@ def _zip_blocks(
     before: TensorFile | None, change: TensorFile, name: str
 ) -> Iterator[tuple[Float32Array | float, Float32Array]]:
     if before is None:
-        yield from ((0.0, block) for block in change.blocks(name, _BLOCK))
+        yield from ((0.0, block) for block in change.blocks(name))
     else:
-        yield from zip(before.blocks(name, _BLOCK), change.blocks(name, _BLOCK), strict=True)
+        yield from zip(before.blocks(name), change.blocks(name), strict=True)
 
 
 def _write_shard(shard: TensorFile, weights: TensorFile | None, path: Path) -> None:
@@ -320,7 +320,7 @@ def _write_shard(shard: TensorFile, weights: TensorFile | None, path: Path) -> N
             if weights is None or known not in weights.tensors:
                 writer.write_stored(name, shard.stored(name))
             elif info.dtype in FLOAT_DTYPES:
-                for block in weights.blocks(known, _BLOCK):
+                for block in weights.blocks(known):
                     writer.write(name, block)
             else:
                 writer.write_stored(name, _narrow(weights.stored(known), shard.stored(name)))

@@ -102,7 +102,6 @@ PART: Final = 1 << 20
 """Numbers in one part, which a thread computes before it takes the next part."""
 MAX_THREADS: Final = 4
 """Maximum number of threads of an outer step; more would wait for memory."""
-_CHECK_BLOCK: Final = 1 << 18
 LARGEST: Final = 1e30
 """Largest absolute value allowed in an update. With larger ones the outer step may be infinite in float32, which would
 end the job for all members."""
@@ -179,7 +178,7 @@ def inspect_update(path: Path) -> InspectedUpdate:
         for name, info in file.tensors.items():
             if info.dtype == "BOOL":
                 raise TensorFileError(f"tensor {name!r} is boolean and has no mean")
-            found = sum(_square(name, block) for block in file.blocks(name, _CHECK_BLOCK))
+            found = sum(_square(name, block) for block in file.blocks(name))
             square += 0.0 if name in metadata.statistics else found
         layout = TensorLayout(dict(file.tensors), metadata.statistics, metadata.aliases)
         return InspectedUpdate(layout, math.sqrt(square))
@@ -206,7 +205,7 @@ def inspect_momentum(path: Path) -> Mapping[str, TensorInfo]:
         for name, info in file.tensors.items():
             if info.dtype != "F32":
                 raise TensorFileError(f"tensor {name!r} is {info.dtype}, and the momentum is float32")
-            if not all(np.isfinite(block).all() for block in file.blocks(name, _CHECK_BLOCK)):
+            if not all(np.isfinite(block).all() for block in file.blocks(name)):
                 raise TensorFileError(f"tensor {name!r} holds NaN or infinity")
         return dict(file.tensors)
 

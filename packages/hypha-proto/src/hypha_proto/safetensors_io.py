@@ -37,6 +37,8 @@ NAME_LIMIT: Final = 1024
 """Maximum length of a tensor name in characters."""
 RANK_LIMIT: Final = 16
 """Maximum number of dimensions of a tensor."""
+BLOCK: Final = 1 << 18
+"""Elements of a block, unless the caller asks for others."""
 _LENGTH_BYTES: Final = 8
 _METADATA_KEY: Final = "__metadata__"
 
@@ -197,7 +199,7 @@ class TensorFile:
         return np.array(to_float32(self.stored(name), self._info(name).dtype))
 
     def blocks(
-        self, name: str, elements: int = 1 << 18, *, begin: int = 0, end: int | None = None
+        self, name: str, elements: int = BLOCK, *, begin: int = 0, end: int | None = None
     ) -> Iterator[Float32Array]:
         """Yield a tensor as one-dimensional float32 blocks of at most `elements` elements, in row-major order.
 

@@ -22,6 +22,7 @@ import numpy as np
 from hypha_proto.errors import TensorFileError
 from hypha_proto.model_listing import weights_of
 from hypha_proto.safetensors_io import (
+    BLOCK,
     FLOAT_DTYPES,
     Array,
     Float32Array,
@@ -34,7 +35,6 @@ from hypha_proto.texts import quote
 
 CODEC_FP32: Final = "fp32"
 """The only codec so far: uncompressed float32."""
-_BLOCK: Final = 1 << 18
 _COUNT_LIMIT: Final = 1 << 63
 T = TypeVar("T")
 
@@ -232,8 +232,8 @@ def _write_sum(model: TensorFile, change: TensorFile, aliases: Mapping[str, str]
                 writer.write_stored(name, model.stored(name))
                 continue
             flat = model.stored(name).reshape(-1)
-            for number, block in enumerate(change.blocks(known, _BLOCK)):
-                writer.write(name, _add(flat[number * _BLOCK : number * _BLOCK + block.size], info.dtype, block))
+            for number, block in enumerate(change.blocks(known)):
+                writer.write(name, _add(flat[number * BLOCK : number * BLOCK + block.size], info.dtype, block))
 
 
 def _add(stored: Array, dtype: str, block: Float32Array) -> Array:
