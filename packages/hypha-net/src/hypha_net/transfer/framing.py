@@ -77,7 +77,7 @@ def refusal_error(refusal: Refusal) -> TransferRefusedError:
 
 def describe_request(request: PullRequest) -> str:
     """Return what a request asks for, for events and errors."""
-    return f"{request.dataset}/{request.name or request.index}"
+    return shorten(f"{request.dataset}/{request.name or request.index}", 400)
 
 
 async def send_message(stream: Stream, data: bytes) -> None:
