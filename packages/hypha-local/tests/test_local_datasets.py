@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from hypha_local.byte_tokenizer import add_byte_tokenizer
-from hypha_local.datasets.digits import SPLIT_SEED, TEST_SHARE, load_digits, write_digits
+from hypha_local.datasets.digits import load_digits, write_digits
 from hypha_local.datasets.text import SEQUENCE, library_files, split, write_text
 from hypha_local.errors import ModelUnusableError
 
@@ -68,7 +68,7 @@ def test_samples_and_split_are_those_of_scikit_learn(tmp_path: Path) -> None:
     assert np.array_equal(load_digits()[0], images)
     assert np.array_equal(load_digits()[1], labels)
     pixels = (images.reshape(-1, 1, 8, 8) / 16.0).astype(np.float32)
-    parts = train_test_split(pixels, labels, test_size=TEST_SHARE, stratify=labels, random_state=SPLIT_SEED)
+    parts = train_test_split(pixels, labels, test_size=0.2, stratify=labels, random_state=0)
     write_digits(tmp_path / "train", tmp_path / "test")
     for number, name in enumerate(("train", "test")):
         written = load_file(tmp_path / name)
