@@ -262,7 +262,7 @@ class SchedulerService:
         self.is_stopping = False
         """Whether no further job is run."""
         self._knows_jobs = anyio.Event()
-        """Set unless it is being looked for jobs to take up: until then no job is unknown."""
+        """Not set while jobs to take up are looked for: until it is, no peer is told that its job is unknown."""
         self._knows_jobs.set()
         endpoint = host.endpoint
         rpc.serve(endpoint, OFFER, self._unless_stopping(self._offer))
@@ -363,7 +363,7 @@ class SchedulerService:
     def _unless_stopping(
         self, handler: Callable[[PeerId, Req], Awaitable[Resp]]
     ) -> Callable[[PeerId, Req], Awaitable[Resp]]:
-        """Return a handler that gives no answer once jobs are interrupted: it would be that they are over.
+        """Return a handler that gives no answer once jobs are interrupted: the answer would say that they are over.
 
         Tasks that run on then ask the next scheduler.
         """

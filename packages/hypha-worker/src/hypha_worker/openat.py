@@ -196,7 +196,7 @@ def _check_regular(about: os.stat_result, path: PurePosixPath, links: int | None
 
 
 def irregular_kind(about: os.stat_result, links: int | None = 1) -> str | None:
-    """Return what something is that is not a regular file with at most so many names; None for one that is."""
+    """Return what something is, such as "a FIFO", unless it is a regular file with at most `links` names."""
     if not stat.S_ISREG(about.st_mode):
         return next((text for matches, text in _KINDS if matches(about.st_mode)), "a special file")
     if links is not None and about.st_nlink > links:

@@ -51,7 +51,7 @@ _REPUBLISH_FOR_GROWTH: Final = 3.0
 without it."""
 _GROWTH_AFTER: Final = 10.0
 _SOON: Final = 0.01
-"""Seconds until a request that the present turn makes possible."""
+"""Seconds until the next request, if this turn has taken or released offers, whose workers can offer again."""
 _LOST_RELEASE_TIME: Final = 300.0
 """Seconds for which the release of a lost lease is attempted: longer than a worker holds one that is not renewed."""
 _LOST_RELEASE_PAUSE: Final = 2.0
@@ -88,7 +88,7 @@ class Allocator:
     role_requests: tuple[RoleRequest, ...]
     leases: HeldLeases
     minimum: Mapping[str, int]
-    """Number of workers of each role that suffices after `timeout`, and without which leases are not kept for long."""
+    """Leases of each role that suffice at the end of `timeout`; fewer that become no more are not kept for long."""
     timeout: float
     """Seconds to find all workers; infinite while the job goes on without them."""
     tasks: anyio.abc.TaskGroup

@@ -1,7 +1,7 @@
 """Audit of a DiLoCo job: proves from its files that each sample was used at most once in each epoch.
 
-It reads the records of rounds and contributions, the manifest of the dataset, the start model, the weights after the
-last round and the outer updates that the job has kept: if these are all, it computes the weights of each round again.
+It reads the records of rounds and contributions, the manifest of the dataset, the start model and the weights after the
+last round. From the outer updates that the job has kept it computes weights again, up to the first round without one.
 `strategies.diloco` calls it at the end of a job.
 """
 
@@ -55,7 +55,8 @@ class DilocoFindings(Findings):
     contributions: int = 0
     """Contributions of members to committed rounds."""
     unstated: int = 0
-    """Those of them whose executors did not state what they were computed from, or in round 1 stated other weights.
+    """Contributions of which it is not proven which weights they began with: the executor did not state it, or in
+    round 1 stated others than those that are recorded.
 
     The scheduler does not know the digest of the start model's weights before the first outer update.
     """

@@ -118,8 +118,8 @@ class StartTask:
 class StopTask:
     """Effect: end a task; `Operator.on_task_update` hears of its end. Nothing happens if it has ended by now.
 
-    Its lease is released, which cancels it on its worker, and its end is told at once. With `keep_lease` or
-    `drain_seconds` its worker is told to stop or drain it, and the end is told when the worker reports it.
+    Its lease is released, so that its worker cancels it, and the operator hears of its end at once. With `keep_lease`
+    or `drain_seconds` the lease stays, and the operator hears of the end when the worker reports it.
     """
 
     task: TaskRef
@@ -269,7 +269,7 @@ class TaskDraining:
 
 @dataclass(frozen=True, slots=True)
 class TaskEnded:
-    """An attempt has ended. What it used is free, unless it was ended with its lease: its worker may still end it."""
+    """An attempt has ended. Its resources are free, unless its lease ended too: the worker may be ending it still."""
 
     state: TaskState
     reason: str = ""
@@ -312,7 +312,7 @@ class PushTarget:
     """Work on the complete file, awaited before `Operator.on_push_complete` hears of it; an `OSError` or a
     `JobFailedError` fails the job, and the sender of a file that `TransferRefusedError` refuses gets its reason."""
     slot: str = ""
-    """Of one lease's pushes into one slot only the last is received: a repeated push takes over from one that hangs."""
+    """A new push of the same lease to a slot cancels the one that is being received there, such as one that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +323,8 @@ class SliceToUse:
     """Pass over the dataset, from 0."""
     index: int
     first: int | None = None
-    """Position of the first sample to use in the slice's order; None means 0. Not stated where it means the whole
-    slice."""
+    """Position of the first sample to use in the slice's order; None for a whole slice, whose assignment is not
+    recorded."""
     end: int | None = None
     """Position after the last sample to use; None means all that follow."""
 
@@ -401,11 +401,11 @@ class JobContext(Protocol):
     async def prepare_artifact(
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
     ) -> Artifact:
-        """Make a model or preprocessor available to executors, from `copy`, to which it is copied, or from its hub.
+        """Make a model or preprocessor available to executors: served from `copy` here, or fetched from its own source.
 
         A plain `ArtifactTable` names other files of a repository, which are copied only if they are served from here.
-        With `unchanged` the job leaves the copy as it is: there is always one, it is served from there, and one that
-        exists already is used whatever the table says.
+        With `unchanged` the job leaves the copy as it is: there is always one, and one that exists already is used
+        whatever the table says.
 
         Raises:
             JobFailedError: it does not exist or has no usable files.
@@ -433,7 +433,7 @@ class Operator(Protocol):
     """
 
     def on_start(self, now: float) -> Effects:
-        """Begin the job: the first call, before any lease is sought. What is left to do may be nothing."""
+        """Begin the job: the first call, before any lease is sought. A resumed job may have nothing left to do."""
         return ()
 
     def role_requests(self) -> Sequence[RoleRequest]:
@@ -464,14 +464,15 @@ class Operator(Protocol):
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Handle a lost lease, before the end of the task on it is reported.
 
-        A lease that goes with its task, which was stopped or did not start, is not reported here.
+        Not called for a lease that the runner releases together with a task that was stopped or did not start.
         """
         return ()
 
     def on_lease_draining(self, lease: Lease, seconds: float, now: float) -> Effects:
         """Handle that the worker of a lease will end when the task on it has ended, after `seconds` in any case.
 
-        It starts no further task there. The lease is lost when the worker ends, unless it goes with its task before.
+        The worker starts no further task on the lease, which is lost when the worker ends, unless it is released with
+        its task before.
         """
         return ()
 

@@ -260,7 +260,7 @@ class LeaseManager:
         return lease
 
     def renew(self, lease_id: uuid.UUID, scheduler: PeerId, now: float) -> Lease:
-        """Extend a lease, without a task to the end of the time that it may be idle.
+        """Extend a lease by `RENEWED_LEASE`; one without a task at most to the end of the time that it may be idle.
 
         Raises:
             UnknownLeaseError: there was no such lease of this scheduler.
@@ -380,8 +380,8 @@ class LeaseManager:
     def sweep(self, now: float) -> list[Lease]:
         """End leases that have expired; return those whose tasks must be cancelled now.
 
-        An idle lease expires, too: none ends before the time that its scheduler was told. One whose task may run on
-        without renewals is orphaned first.
+        Idle leases end only then, too: `renew` has told the scheduler this time. One whose task may run on without
+        renewals is orphaned first.
         """
         ended = []
         while self._lapsed and self._lapsed[0][0] <= now - LAPSE_MEMORY:

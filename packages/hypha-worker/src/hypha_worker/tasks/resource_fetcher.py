@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 MAX_FETCHES: Final = 4
 """Files of a task's resources that are fetched at once."""
 MAX_RETRY: Final = 30.0
-"""Largest number of seconds for which a resource that does not exist yet is waited for at once."""
+"""Longest pause in seconds before the scheduler is asked again for a resource that does not exist yet."""
 MIN_RETRY: Final = 0.05
 _FETCHED: Final = instrumentation.Counter("hypha.worker.resources", "{resource}", "Resources of tasks, by outcome.")
 _BYTES: Final = instrumentation.Counter("hypha.worker.resource.io", "By", "Bytes of fetched resources.")

@@ -340,14 +340,14 @@ class _Replay:
         self._open_round()
 
     def _return(self, unused: UnusedRecord) -> None:
-        """Take from a worker what its update held that did not count, unless it has got it again since."""
+        """Take from a worker the samples of an update that did not count, but for those that it was assigned again."""
         if (unused.peer, unused.spans) in self.handled:
             return
         for span in unused.spans:
             self._take(unused.peer, subtract_spans(span, self.assigned_again[span.slice]))
 
     def _take(self, worker: PeerId, spans: Iterable[SampleSpan]) -> None:
-        """Leave of what a worker has what follows these samples, as `SampleLedger.contribute` does."""
+        """Keep of each range that overlaps these samples the part after them, as `SampleLedger.contribute` does."""
         for span in spans:
             left = []
             for number, peer, held in self.open[span.slice]:

@@ -36,7 +36,7 @@ class TaskLease:
     """What runs on it."""
     is_draining: bool = False
     is_surplus: bool = False
-    """Whether the runner is expected to have released it; it is tried when there is no other."""
+    """Whether the runner has probably released it: used only if no other free lease suits."""
     rests_until: float = 0.0
     """When it may be used again."""
 
@@ -173,7 +173,7 @@ class Placement:
         return self.avoidance.gives_in(role, self.now) and self.avoidance.sought_for(role) == self._work(instance)
 
     def _work(self, instance: Instance) -> str:
-        """Return for what another worker is sought if it is for an instance."""
+        """Return the name under which another worker is sought for an instance: its own if it is wary, else `_ANY`."""
         return instance.name if instance.name in self._wary[instance.task.role.name] else _ANY
 
     def _seek(self) -> None:

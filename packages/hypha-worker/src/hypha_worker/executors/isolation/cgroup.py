@@ -152,7 +152,7 @@ def _is_old(folder: Path) -> bool:
 
 
 def _kind(folder: Path) -> str:
-    """Return whether a group can be ended at once, by which hierarchy: that of version 2, the freezer or another."""
+    """Return the key of a group in `Group.folders`: that of version 2, of the freezer, or another."""
     files = {"cgroup.kill": "", "freezer.state": "freezer"}
     return next((kind for file, kind in files.items() if (folder / file).exists()), "other")
 

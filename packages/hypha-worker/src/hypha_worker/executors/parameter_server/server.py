@@ -81,7 +81,7 @@ class ParameterServer(Execution):
         senders = set(reference_peers([config.updates]))
         self._collector = RoundCollector(senders)
         self._reference: _CheckedUpdate | None = None
-        """The first update, which all others must match."""
+        """The update of the first round that all others must match: `_choose_layout` has chosen it."""
         self._candidates: dict[Path, _CheckedUpdate] = {}
         """Updates that arrived before it was known, in this order."""
         self._momentum: Mapping[str, TensorInfo] | None = None
@@ -481,9 +481,8 @@ class ParameterServer(Execution):
     async def _push_to_scheduler(self, path: Path, header: PushHeader) -> int:
         """Push an outer update to the scheduler; return the bytes sent.
 
-        A job cannot go on without: the push is repeated until the scheduler has the update or the job ends,
-        for example when its disk is full. What becomes of the job if it refuses the update for another reason, which
-        it does when it has it already, it says when it hears of the step.
+        The job cannot go on without it, so the push is repeated, also while the scheduler's disk is full. After other
+        refusals, as when the scheduler has the update already, its answer to the report of the step decides.
 
         Raises:
             NetError: it was refused `MAX_REFUSALS` times for other reasons.
