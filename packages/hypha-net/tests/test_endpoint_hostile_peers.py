@@ -132,13 +132,6 @@ async def test_connection_without_mutual_tls_is_closed(
         await check_serves(gateway, authority)
 
 
-def without_certificate(authority: Any, _folder: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_verify_locations(authority.identity("base").trust_pem)
-    return context
-
-
 async def test_a_peer_without_a_certificate_is_refused_with_the_reason(authority: Any, caplog: Any) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

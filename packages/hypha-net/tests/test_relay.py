@@ -28,7 +28,7 @@ from support.waiting import until
 from hypha_net import EndpointSettings, open_endpoint, transfer
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.relay import dcutr, server
-from hypha_net._libp2p.relay.circuit import CircuitConnection, CircuitRelay, RelayEndpoint
+from hypha_net._libp2p.relay.circuit import CircuitConnection, RelayEndpoint
 from hypha_net._libp2p.relay.client import RelayClient
 from hypha_net._libp2p.relay.dcutr import CONNECT, PROTOCOL, SYNC, HolePunch, HolePuncher
 from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
@@ -311,25 +311,6 @@ def test_a_frame_in_a_circuit_fits_into_one_frame_of_the_outer_connection(author
         dialling.write(bytes(size))
         assert size < len(there.read()) <= size_with_tls(size)
         size //= 2
-
-
-async def test_a_circuit_forwards_half_closes_and_applies_back_pressure() -> None:
-    network = MemoryNetwork()
-    async with (
-        network.endpoint("left") as left,
-        network.endpoint("relay") as relay,
-        network.endpoint("right") as right,
-    ):
-        right.handle(ECHO, echo)
-
-        async def carry(stream: Stream) -> None:
-            await CircuitRelay(stream, await relay.open_stream(right.peer_id, [ECHO])).run()
-
-        relay.handle(ECHO, carry)
-        stream = await left.open_stream(relay.peer_id, [ECHO])
-        await stream.send_all(bytes(200_000))
-        await stream.send_eof()
-        assert len(await read_all(stream)) == 200_000
 
 
 async def circuit(one: Libp2pEndpoint, gateway: Libp2pEndpoint, target: PeerId) -> tuple[Stream, Any]:
