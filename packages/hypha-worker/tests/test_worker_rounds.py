@@ -165,21 +165,6 @@ async def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
         assert (claimed.round, claimed.weights) == (1, None)
 
 
-async def test_a_contribution_waits_for_a_scheduler_that_is_away(
-    in_rounds: InRounds, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "hypha_worker.bridge.round_commits")
-    async with in_rounds() as rounds:
-        rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(rounds.send)
-            while "StateContribution of job" not in caplog.text:
-                await anyio.lowlevel.checkpoint()
-            assert rounds.history == []
-            rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
-        assert [type(message) for message in rounds.history] == [StateContribution, PushHeader]
-
-
 HOSTILE_FIELDS = (
     '"seed": -1',
     '"seed": NaN',
@@ -323,16 +308,6 @@ async def test_outer_updates_of_an_older_term_are_refused(in_rounds: InRounds) -
         with pytest.raises(TransferRefusedError, match="term: 3 is over, the parameter server of term 4"):
             await rounds.push(b"second", 2, term=3)
         assert rounds.waiting_files() == 1
-
-
-async def test_a_commit_is_asked_for_again_when_the_scheduler_is_back(in_rounds: InRounds) -> None:
-    async with in_rounds() as rounds:
-        rounds.network.partition(rounds.worker.peer_id, rounds.scheduler.peer_id)
-        digest = await rounds.push()
-        rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
-        assert rounds.waiting_files() == 1
-        rounds.network.heal(rounds.worker.peer_id, rounds.scheduler.peer_id)
-        assert rounds.claim(await rounds.next_file()).weights == NEW_WEIGHTS
 
 
 # --------------------------------------------------------------------------------------------- weights and positions
