@@ -12,7 +12,7 @@ from typing import Any, cast
 import anyio
 import msgspec
 import pytest
-from support.inference_simulation import FakeDataset, answer, job_table, part_of
+from support.inference_simulation import FakeDataset, job_table, part_of
 from support.scripted_jobs import Lab, ScriptedStrategy, ScriptedWorker, open_scripted_jobs
 from support.stored_model import write_model
 from support.task_stream_worker import TaskStreamWorker
@@ -313,28 +313,6 @@ async def test_a_job_fails_by_its_executor_and_is_resumed(tmp_path: Path, monkey
         assert [kind for kind in kinds if kind in ("accepted", "failed", "resumed", "finished")] == [
             "accepted", "failed", "resumed", "finished",
         ]  # fmt: skip
-
-
-async def test_a_job_of_errors_fails_and_ends_well_with_a_larger_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def errors(executor: Executor) -> None:
-        definition = await executor.begin()
-        while (index := await executor.fetch(definition)) is not None:
-            rows = [answer(index, row, failed=True) for row in range(ROWS[index])]
-            await executor.send(definition, index, "".join(rows).encode())
-        await executor.stream.tell(definition, finished=TaskFinished(outputs=(), bytes_sent=1, bytes_received=2))
-
-    async with open_inference(monkeypatch, tmp_path) as network:
-        network.serve(errors)
-        network.start()
-        assert "the most frequent, TooLong (" in await network.failure()
-        network.lab.results.clear()
-        allowing = network.job.inference.model_copy(update={"max_error_share": 1.0})
-        network.job = network.job.model_copy(update={"inference": allowing})
-        network.start(resume=True)
-        result = await network.result()
-        assert (result["errors"], result["error_kinds"]) == (sum(ROWS), {"TooLong": sum(ROWS)})
 
 
 async def test_a_dataset_without_the_prompts_columns_takes_no_lease(

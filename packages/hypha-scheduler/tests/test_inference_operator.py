@@ -288,8 +288,11 @@ def test_a_restart_at_any_moment_of_a_commit_keeps_each_part_once(run: Simulatio
     assert resumed.operator.summary({})["rows"] == sum(ROWS[index] for index in committed)
     resumed.settle()
     resumed.close()
+    assert resumed.computed == len(ROWS) - len(committed)
     assert results(resumed) == ALL
     assert audit(resumed.context.directory).faults == []
+    kinds = [record["record"] for record in read_journal(run.context.directory / JOURNAL)]
+    assert kinds.count("inference") == 1
     workers: Any = resumed.operator.summary({})["workers"]
     assert sum(worker["rows"] for worker in workers) == sum(ROWS)
     assert sum(worker["parts"] for worker in workers) == len(ROWS)
@@ -819,18 +822,6 @@ def refusal(run: Simulation, **tables: Any) -> str:
         Simulation(run.context, job_table(**tables))
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
     return str(caught.value)
-
-
-def test_a_resumed_job_computes_what_is_left(tmp_path: Path) -> None:
-    run = interrupted(tmp_path)
-    resumed = Simulation(run.context, run.job)
-    resumed.settle()
-    resumed.close()
-    assert resumed.computed == len(ROWS) - 3
-    assert results(resumed) == ALL
-    assert resumed.operator.summary({})["rows"] == sum(ROWS)
-    kinds = [record["record"] for record in read_journal(run.context.directory / JOURNAL)]
-    assert kinds.count("inference") == 1
 
 
 def test_a_job_whose_parts_are_all_committed_ends_without_workers(tmp_path: Path) -> None:

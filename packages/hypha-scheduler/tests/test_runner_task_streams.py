@@ -317,15 +317,19 @@ async def test_a_stopped_task_leaves_its_lease(open_jobs: OpenJobs) -> None:
         await worker.tell(begin, cancelled=TaskCancelled(reason="enough"))
         assert operator.told("update")[-1] == (operator.task(), TaskEnded(TaskState.CANCELLED, "enough"))
         operator.act(StartTask(operator.task(attempt=1), SPEC))
-        await worker.finish(await worker.until("start", 2))
+        again = await worker.until("start", 2)
+        await worker.tell(again, started=Started())
+        operator.act(stop, StopTask(operator.task(), "late"))  # of the attempt that is over
         await anyio.sleep(100)
+        await worker.finish(again)
+        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskEnded(TaskState.FINISHED, exit_code=0))
         assert len([entry for entry in worker.definitions if entry.stop is not None]) == 1
         assert lab.worker(operator.leases[0]).released == []
 
 
 @pytest.mark.parametrize("drains", [False, True])
 async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJobs, drains: bool) -> None:
-    async with running(open_jobs) as (_lab, operator, worker, _):
+    async with running(open_jobs) as (lab, operator, worker, _):
         operator.demand = ()
         began = anyio.current_time()
         operator.act(StopTask(operator.task(), "enough", keep_lease=True, drain_seconds=20 * drains))
@@ -335,6 +339,8 @@ async def test_a_task_whose_end_is_not_reported_loses_its_lease(open_jobs: OpenJ
         assert kinds == (["drain", "stop"] if drains else ["stop"])
         assert operator.told("update")[-1][1] == TaskEnded(TaskState.CANCELLED, "enough")
         await worker.until_ended()
+        scripted = lab.worker(operator.leases[0])
+        await scripted.until(lambda: scripted.released)
 
 
 async def test_a_task_that_drains_ends_by_itself(open_jobs: OpenJobs) -> None:
@@ -358,6 +364,7 @@ async def test_a_task_that_is_stopped_for_good_takes_its_lease_along(open_jobs: 
         await worker.until_ended()
         scripted = lab.worker(operator.leases[0])
         await scripted.until(lambda: scripted.released)
+        assert scripted.released == [(operator.leases[0].id, "over")]
         assert [entry.stop for entry in worker.definitions] == [None]
 
 

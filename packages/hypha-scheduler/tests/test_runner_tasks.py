@@ -20,7 +20,7 @@ from hypha_proto.health import HEALTH_CHECK, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import LIST_LOGS, ListLogs
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
-from hypha_proto.tasks import Stop, TaskFailed
+from hypha_proto.tasks import TaskFailed
 from hypha_proto.training_reports import Acknowledged, ReportError
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_scheduler.errors import JobFailedError
@@ -38,7 +38,6 @@ from hypha_scheduler.strategies.base import (
     SliceRefusedError,
     SliceToUse,
     StartTask,
-    StopTask,
     StrategyMethod,
     TaskEnded,
     TaskNotStarted,
@@ -85,40 +84,6 @@ async def test_tasks_follow_one_another_on_a_lease_and_late_ends_are_ignored(ope
         assert operator.told("update")[-1] == (operator.task(attempt=1), TaskEnded(TaskState.FAILED, exit_code=1))
         await lab.finish(operator)
         assert worker.released == [(lease, "the job is done")]
-
-
-async def test_stopped_task_leaves_its_lease_for_the_next_one(open_jobs: OpenJobs) -> None:
-    async with open_jobs() as lab:
-        operator = await lab.start()
-        worker = await start_task(lab, operator)
-        lease = operator.leases[0].id
-        operator.act(StopTask(operator.task(), "enough", keep_lease=True))
-        assert (await operator.until("update", 2))[-1][1].state is TaskState.CANCELLED
-        assert [(sent.stop, sent.attempt.number) for sent in worker.stopped] == [(Stop(reason="enough"), 0)]
-        await start_task(lab, operator, attempt=1)
-        operator.act(StopTask(operator.task(), "late", keep_lease=True))  # of the attempt that is over
-        operator.act(StopTask(operator.task(), "late"))
-        await anyio.sleep(1)
-        assert len(worker.stopped) == 1
-        assert worker.released == []
-        assert operator.told("update")[-1] == (operator.task(attempt=1), TaskStarted())
-        operator.act(StopTask(operator.task(attempt=1), "done with it"))
-        assert (await operator.until("update", 4))[-1][1] == TaskEnded(TaskState.CANCELLED, "done with it")
-        await lab.finish(operator)
-        assert worker.released == [(lease, "done with it")]
-        assert operator.told("lost") == []
-
-
-async def test_task_that_cannot_be_cancelled_ends_with_its_lease(open_job: OpenJob) -> None:
-    """The worker never reports the end."""
-    async with open_job() as (lab, operator):
-        worker = await start_task(lab, operator)
-        operator.demand = (role(count=0),)
-        worker.ends_cancelled = False
-        operator.act(StopTask(operator.task(), "enough", keep_lease=True))
-        with anyio.fail_after(120):
-            assert (await operator.until("update", 2))[-1][1] == TaskEnded(TaskState.CANCELLED, "enough")
-        await worker.until(lambda: worker.released)
 
 
 async def test_task_on_a_lost_lease_does_not_start(open_job: OpenJob) -> None:

@@ -30,25 +30,17 @@ from hypha_scheduler.strategies.diloco.records import round_record
 from hypha_scheduler.strategies.diloco.result_model import Advance
 
 
-def test_truncated_last_line_is_skipped(tmp_path: Path) -> None:
+def test_truncated_last_line_is_skipped_and_cut_when_the_file_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
-        journal.record("accepted", job_id="x")
-    with path.open("ab") as file:
-        file.write(b'{"record": "rou')
-    assert read_journal(path) == [{"record": "accepted", "format": 2, "job_id": "x"}]
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert read_journal(tmp_path / "none") == []
-
-
-def test_truncated_last_line_is_cut_when_the_file_is_opened_again(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
+    assert read_journal(path) == []
     with Journal(path) as journal:
         journal.record("accepted", job_id="x")
         journal.append("round", round=1)
+    assert path.stat().st_mode & 0o777 == 0o600
     whole = path.read_bytes()
     for cut in range(1, 20):
         path.write_bytes(whole[:-cut])
+        assert read_journal(path) == [{"record": "accepted", "format": 2, "job_id": "x"}]
         with Journal(path) as journal:
             journal.append("round", round=2)
         accepted, second = read_journal(path)
@@ -142,21 +134,26 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_job_without_an_end_is_found_and_left_as_it_is(tmp_path: Path) -> None:
-    directory = interrupted_job(tmp_path, rounds=7)
+@pytest.mark.parametrize("rounds", [7, 5000], ids=["a short journal", "one that is read from both ends"])
+def test_job_without_an_end_is_found_and_left_as_it_is(tmp_path: Path, rounds: int) -> None:
+    directory = interrupted_job(tmp_path, rounds)
+    assert ((directory / "journal.jsonl").stat().st_size > 3 * (64 << 10)) == (rounds == 5000)
     before = contents(tmp_path)
     [found] = find_unfinished(tmp_path)
-    assert (found.job_id, found.directory, found.progress) == (directory.name, directory, "round 7")
+    assert (found.job_id, found.directory, found.progress) == (directory.name, directory, f"round {rounds}")
     assert found.began is not None
     assert abs(found.began - found.last_record) < 60
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["failed", "finished"])
+@pytest.mark.parametrize("kind", ["failed", "finished", "has a result"])
 def test_job_with_an_end_is_not_unfinished(tmp_path: Path, kind: str) -> None:
-    with running_job(tmp_path, rounds=2) as (_, report):
-        end = report.failed("why") if kind == "failed" else report.finished({"rounds": 2})
-        end.write()
+    with running_job(tmp_path, rounds=2) as (job_id, report):
+        if kind == "has a result":
+            (tmp_path / str(job_id) / "result.json").write_text("{}")
+        else:
+            end = report.failed("why") if kind == "failed" else report.finished({"rounds": 2})
+            end.write()
     assert find_unfinished(tmp_path) == []
 
 
@@ -167,11 +164,6 @@ def test_a_job_that_was_resumed_after_a_failure_is_unfinished(tmp_path: Path) ->
         journal.record("resumed")
     assert [job.directory for job in find_unfinished(tmp_path)] == [directory]
     EndRecord(directory, "failed", {"error": "no room"}, {"error": "no room"}).write()
-    assert find_unfinished(tmp_path) == []
-
-
-def test_job_with_a_result_is_not_unfinished(tmp_path: Path) -> None:
-    (interrupted_job(tmp_path, rounds=2) / "result.json").write_text("{}")
     assert find_unfinished(tmp_path) == []
 
 
@@ -220,13 +212,6 @@ def test_damaged_journal_is_an_unfinished_job(tmp_path: Path, journal: bytes) ->
     (tmp_path / "job" / "journal.jsonl").write_bytes(journal)
     [found] = find_unfinished(tmp_path)
     assert (found.job_id, found.began, found.progress) == ("job", None, None)
-
-
-def test_long_journal_is_read_from_both_ends(tmp_path: Path) -> None:
-    directory = interrupted_job(tmp_path, rounds=5000)
-    assert (directory / "journal.jsonl").stat().st_size > 3 * (64 << 10)
-    [found] = find_unfinished(tmp_path)
-    assert (found.job_id, found.progress) == (directory.name, "round 5000")
 
 
 def test_only_the_newest_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
