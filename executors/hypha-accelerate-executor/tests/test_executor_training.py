@@ -186,28 +186,6 @@ def test_used_files_are_deleted(make_worker: Callable[..., Any]) -> None:
     assert left <= {"model", "slices"}
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        {"type": "linear-with-warmup", "warmup_steps": 5, "training_steps": 20},
-        {"type": "cosine-with-warmup", "warmup_steps": 5, "training_steps": 20},
-        {"type": "wsd", "warmup_steps": 5, "decay_steps": 10, "training_steps": 20},
-    ],
-)
-def test_the_learning_rate_follows_the_job_and_not_the_round(make_worker: Callable[..., Any], schedule: Any) -> None:
-    worker = make_worker(rounds=3, batches=10)
-    assert training.main(worker.arguments(scheduler=schedule)) == 0
-    moved = []
-    for path in worker.updates:
-        file, metadata = open_update(path)
-        with file:
-            trained = file.tensors.keys() - metadata.statistics
-            moved.append(max(float(np.abs(file.tensor(name)).max()) for name in trained))
-    assert moved[0] > 0
-    assert moved[1] > 0
-    assert moved[2] == 0  # the schedule's twenty steps are over
-
-
 def test_training_alone_is_plain_adamw(make_worker: Callable[..., Any], tmp_path: Path) -> None:
     worker = make_worker()
     arguments = ["train-alone", "--model", str(worker.model_dir), "--out", str(tmp_path / "alone"), "--steps", "40"]
