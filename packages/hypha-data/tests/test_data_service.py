@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -66,13 +67,12 @@ class DataNode:
 
 
 @asynccontextmanager
-async def running(folder: Path, *, waits: bool = True) -> AsyncIterator[DataNode]:
-    """Run the service of a data node with the dataset in `folder`, which is ready if this `waits`."""
-    pem = folder / "no.pem"
+async def serving(**served: Any) -> AsyncIterator[tuple[Node, MemoryEndpoint]]:
+    """Run the service of a data node with what its configuration names; yield the node and the endpoint of a worker."""
+    pem = Path("no.pem")
     config = DataConfig(
-        cert_pem=pem, key_pem=pem, trust_pem=pem, gateway_addresses=["/ip4/192.0.2.1/tcp/4001"],
-        dataset_path=folder,
-    )  # fmt: skip
+        cert_pem=pem, key_pem=pem, trust_pem=pem, gateway_addresses=["/ip4/192.0.2.1/tcp/4001"], **served
+    )
     network = MemoryNetwork()
     async with (
         network.endpoint("data") as endpoint,
@@ -81,11 +81,18 @@ async def running(folder: Path, *, waits: bool = True) -> AsyncIterator[DataNode
     ):
         node = Node(endpoint, tasks)
         tasks.start_soon(serve, config, node)
+        yield node, worker
+        tasks.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def running(folder: Path, *, waits: bool = True) -> AsyncIterator[DataNode]:
+    """Serve the dataset in `folder`, which is ready if this `waits`."""
+    async with serving(dataset_path=folder) as (node, worker):
         started = DataNode(node, worker, folder.parent / "pulled")
         if waits:
             await started.until_ready()
         yield started
-        tasks.cancel_scope.cancel()
 
 
 def prepared(folder: Path, samples: int = 23) -> Path:
@@ -421,21 +428,9 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 @asynccontextmanager
 async def providing(*files: Path) -> AsyncIterator[tuple[Node, MemoryEndpoint]]:
-    pem = files[0].parent / "no.pem"
-    config = DataConfig(
-        cert_pem=pem, key_pem=pem, trust_pem=pem, gateway_addresses=["/ip4/192.0.2.1/tcp/4001"], provide=list(files)
-    )
-    network = MemoryNetwork()
-    async with (
-        network.endpoint("data") as endpoint,
-        network.endpoint("worker") as worker,
-        anyio.create_task_group() as tasks,
-    ):
-        node = Node(endpoint, tasks)
-        tasks.start_soon(serve, config, node)
+    async with serving(provide=list(files)) as (node, worker):
         await until(lambda: node.readiness.is_ready, 60)
         yield node, worker
-        tasks.cancel_scope.cancel()
 
 
 async def test_a_file_is_announced_and_pulled_by_its_digest(tmp_path: Path) -> None:
