@@ -70,16 +70,6 @@ async def test_the_last_bytes_of_a_stream_are_sent_with_its_end(opener: Opener) 
             await stream.aclose()
 
 
-async def test_nodes_reach_each_other_by_peer_id_alone(opener: Opener) -> None:
-    async with opener(3) as (_, one, two):
-        one.handle(ECHO, echo)
-        stream = await two.open_stream(one.peer_id, [ECHO])
-        await stream.send_eof()
-        assert await read_all(stream) == f"{two.peer_id}:".encode()
-        assert one.peer_id in two.connected_peers()
-        await stream.aclose()
-
-
 async def test_data_beyond_all_buffers_arrives_complete_at_a_late_reader(opener: Opener) -> None:
     async with opener(2) as (gateway, leaf):
         arrived: list[int] = []
