@@ -279,11 +279,6 @@ def test_offers_for_a_filled_role_are_unneeded_while_another_role_lacks_workers(
     assert made.take_unneeded(1.2) == ()
 
 
-def test_expired_offer_is_not_selected(made: Auction) -> None:
-    made.add_offer(PEERS[0], offer(0), 1.0)
-    assert made.decide(1.6) == ()
-
-
 def test_only_the_newest_offer_of_a_peer_and_role_counts() -> None:
     made = auction(train=2)
     for number, price in enumerate([50.0, 90.0]):
