@@ -41,7 +41,6 @@ from hypha_worker.bidding.bidder import Bidder
 from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
-from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.service import Worker
 from hypha_worker.tasks.output_server import OutputServer
 from hypha_worker.tasks.output_store import OutputStore
@@ -111,17 +110,16 @@ class Site:
 
 
 @asynccontextmanager
-async def open_site(terms: LeaseTerms | None = None) -> AsyncIterator[Site]:
-    terms = terms or LeaseTerms()
+async def open_site() -> AsyncIterator[Site]:
     network = MemoryNetwork()
-    policy = OfferPolicy(price=50.0, quota=terms.quota)
+    policy = OfferPolicy(price=50.0)
     async with (
         network.endpoint("worker") as endpoint,
         network.endpoint("scheduler-0") as first,
         network.endpoint("scheduler-1") as second,
         anyio.create_task_group() as tasks,
     ):
-        leases = LeaseManager(MACHINE, terms)
+        leases = LeaseManager(MACHINE)
         arbiter = Arbiter(policy, Capabilities(MACHINE, frozenset({TRAIN})))
         store = OutputStore(Path("work/outputs"))
         sessions = TaskSessions(TaskHost(endpoint, leases, Path("work"), store), tasks)
@@ -157,11 +155,6 @@ async def test_no_offer_lives_longer_than_two_seconds() -> None:
             site.delay(scheduler, delay)
             await scheduler.get_offer()
         assert [offer.timeout_ms for scheduler in site.schedulers for _, _, offer in scheduler.offers] == [2000, 500]
-
-
-async def test_a_configured_temporary_lease_is_stated() -> None:
-    async with open_site(LeaseTerms(temporary_lease=1.2)) as site:
-        assert (await site.schedulers[0].get_offer()).timeout_ms == 1200
 
 
 @pytest.mark.parametrize("how", ["cut", "silent"])
