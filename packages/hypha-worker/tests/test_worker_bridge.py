@@ -843,6 +843,11 @@ def test_what_a_job_puts_in_the_place_of_its_socket_is_not_followed(tmp_path: Pa
     assert (outside / "bridge.sock").read_text() == "kept"
 
 
+def local(path: Path) -> Any:
+    """Return the body of a fetch of a file of the machine."""
+    return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
+
+
 async def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_path: Path) -> None:
     root = tmp_path / "allowed"
     root.mkdir()
@@ -850,18 +855,14 @@ async def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_pat
     (tmp_path / "secret").write_bytes(b"secret")
     os.symlink(tmp_path / "secret", root / "link")
     async with with_bridge(access=AccessPolicy(roots=(root,))) as bridge:
-
-        def body(path: Path) -> Any:
-            return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
-
-        status, [file] = await bridge.post("/resources/fetch", body(root / "model.bin"))
+        status, [file] = await bridge.post("/resources/fetch", local(root / "model.bin"))
         assert status == 200
         assert (bridge.work_dir / file["path"]).read_bytes() == b"model"
         assert file["checksum"].startswith("sha256:")
         for path in (tmp_path / "secret", root / "link", root / ".." / "secret"):
-            assert await bridge.kind("/resources/fetch", body(path)) == (403, "not-allowed")
-        assert await bridge.kind("/resources/fetch", body(root / "none")) == (404, "not-found")
-        assert await bridge.kind("/resources/fetch", body(Path("/x/../etc/passwd"))) == (403, "not-allowed")
+            assert await bridge.kind("/resources/fetch", local(path)) == (403, "not-allowed")
+        assert await bridge.kind("/resources/fetch", local(root / "none")) == (404, "not-found")
+        assert await bridge.kind("/resources/fetch", local(Path("/x/../etc/passwd"))) == (403, "not-allowed")
 
 
 async def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(
@@ -872,17 +873,13 @@ async def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(
     (root / "model" / "config.json").write_bytes(b"{}")
     (root / "model" / "deep" / "weights").write_bytes(b"weights")
     async with with_bridge(access=AccessPolicy(roots=(root,))) as bridge:
-
-        def body(path: Path) -> Any:
-            return {"resource": plain(UriReference(value=path.as_uri())), "path": "in"}
-
         for _ in range(2):
-            status, files = await bridge.post("/resources/fetch", body(root / "model"))
+            status, files = await bridge.post("/resources/fetch", local(root / "model"))
             assert status == 200
             assert sorted(file["path"] for file in files) == ["in/config.json", "in/deep/weights"]
             assert (bridge.work_dir / "in" / "deep" / "weights").read_bytes() == b"weights"
         (root / "model" / "link").symlink_to(tmp_path)
-        assert await bridge.kind("/resources/fetch", body(root / "model")) == (403, "not-allowed")
+        assert await bridge.kind("/resources/fetch", local(root / "model")) == (403, "not-allowed")
 
 
 async def test_executors_see_no_secrets(tmp_path: Path) -> None:
