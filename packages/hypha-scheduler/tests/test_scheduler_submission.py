@@ -98,11 +98,8 @@ def test_submit_runs_a_job_on_a_running_scheduler(tmp_path: Path, runs: str) -> 
 
 @pytest.mark.parametrize("serve", ["serve = false, ", ""])
 def test_submit_warns_of_a_token_that_workers_would_get(tmp_path: Path, serve: str) -> None:
-    async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
-        return Path("/somewhere/result.json")
-
     source = f'{{ repository = "org/model", token = "hf_secret", {serve}'
-    code, output = submit_with(tmp_path, JOB.replace('{ path = "start", ', source), run_job)
+    code, output = submit_with(tmp_path, JOB.replace('{ path = "start", ', source), succeed)
     assert code == 0
     assert "hf_secret" not in output
     accepted, *others = output.splitlines()
@@ -145,6 +142,10 @@ def test_submit_without_a_scheduler_exits_with_3(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["submit", str(file), "--socket", str(tmp_path / "none")])
     assert done.exit_code == 3
     assert "no scheduler takes jobs at" in done.output
+
+
+async def succeed(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
+    return Path("/somewhere/result.json")
 
 
 async def never_run(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
@@ -241,9 +242,6 @@ NESTED = [
 
 @pytest.mark.parametrize("nested", NESTED, ids=["100 kB of arrays", "100 kB of objects", "within a job", "a table"])
 async def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tmp_path: Path, nested: bytes) -> None:
-    async def run_job(job: DilocoJobConfig, job_id: uuid.UUID) -> Path:
-        return Path("/somewhere/result.json")
-
     async def send(data: bytes) -> list[dict[str, object]]:
         path = socket_path(tmp_path / "r")
         async with await anyio.connect_unix(path) as stream:
@@ -256,7 +254,7 @@ async def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tm
         return [json.loads(line) for line in answer.splitlines()]
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(SubmissionServer(tmp_path / "r", run_job).serve)
+        tasks.start_soon(SubmissionServer(tmp_path / "r", succeed).serve)
         await until(lambda: anyio.Path(socket_path(tmp_path / "r")).exists(), 60)
         [refused] = await send(nested)
         assert "nested" in str(refused["error"])
