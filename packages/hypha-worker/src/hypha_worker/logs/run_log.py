@@ -89,7 +89,7 @@ class LogFolder:
     def _remove_oldest(self) -> None:
         while len(self._ended) > self._keep:
             path = self._ended.popleft()
-            for each in (_unfinished(path), older_half(path), origin_file(path), _unfinished(origin_file(path)), path):
+            for each in (_unfinished(path), older_half(path), origin_file(path), path):
                 each.unlink(missing_ok=True)
             with suppress(OSError):  # other runs of the job have logs
                 path.parent.rmdir()
@@ -155,7 +155,7 @@ class RunLog:
         return whole_lines or (0 if self._size else room)
 
     def _create(self) -> None:
-        for folder in (self._logs.folder, self._folder):
+        for folder in () if self._folder.is_dir() else (self._logs.folder, self._folder):
             folder.mkdir(mode=0o700, exist_ok=True)
         for number in itertools.count(1):
             path = self._folder / (f"{self._name}@{number}{SUFFIX}" if number > 1 else f"{self._name}{SUFFIX}")
@@ -189,12 +189,12 @@ class RunLog:
     def _write_origin(self) -> None:
         if self._origin is None:
             return
-        file = origin_file(self.path)
-        new = _unfinished(file)
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="ascii") as text:
-            text.write(f"{self._origin.scheduler} {self._origin.dropped}\n")
-        os.rename(new, file)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(origin_file(self.path), flags, 0o600)
+        try:  # in place, by one call: a later text is never shorter
+            os.write(descriptor, f"{self._origin.scheduler} {self._origin.dropped}\n".encode())
+        finally:
+            os.close(descriptor)
 
     def _append(self, data: bytes) -> None:
         assert self._descriptor is not None
