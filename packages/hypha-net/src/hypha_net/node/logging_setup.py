@@ -25,7 +25,7 @@ FLOOD: Final = 500
 """Records from one source line within `FLOOD_SECONDS`; further ones are dropped, except debug records."""
 FLOOD_SECONDS: Final = 60.0
 LONGEST: Final = 8192
-"""Characters of a record's text: what a peer sends may be longer."""
+"""Characters of a record's text, or of an exported one or its traceback: what a peer sends may be longer."""
 _LISTENERS: Final = "trio.serve_listeners"
 """Logger of trio's listeners, which retry ten times a second to accept a connection while no file can be opened."""
 _CONTROL: Final = {

@@ -39,7 +39,6 @@ _log = logging.getLogger(__name__)
 LAST_EXPORT: Final = 2.0
 """Longest time in seconds that the end of a daemon waits for the export of its last spans, metrics and logs."""
 _SCOPE: Final = "hypha"
-"""Characters of one exported message, or of one traceback."""
 _LIBRARIES: Final = ("opentelemetry", "grpc")
 _NOT_EXPORTED: Final = (*_LIBRARIES, "urllib3", "requests", __name__)
 """Loggers of the code that exports: each export would cause further records."""
