@@ -1,8 +1,7 @@
 """Command line shared by all daemons: ``run``, ``init``, ``probe``, ``config show`` and ``schema``.
 
 A program builds its command line from its model and its coroutine: ``main = Program("hypha-data", load_model, serve,
-role="data").cli()``, and may add commands to it. What is slow to import, as all models are, is imported in the command
-that needs it.
+role="data").cli()``, and may add commands to it. What is slow to import is imported in the command that needs it.
 """
 
 from __future__ import annotations
