@@ -367,7 +367,7 @@ async def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_p
 def test_a_scheduler_bounds_files_whose_size_the_hub_does_not_state(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hypha_scheduler.jobs.hub_download.room_for_downloads", lambda _folder: 24 << 20)
+    monkeypatch.setattr("hypha_scheduler.jobs.hub_download.MAX_UNSTATED", 24 << 20)
     hub.endless = ("config.json", "model.safetensors")
     with pytest.raises(JobFailedError, match=r"config\.json: the hub states no size, and it has more than \d+ bytes"):
         by_scheduler(tmp_path / "model")

@@ -87,7 +87,7 @@ def test_source_is_not_removed_as_an_old_slice(tmp_path: Path, force: bool) -> N
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("path", ["/", "data/.."])
+@pytest.mark.parametrize("path", ["/", "data/..", "x" * 256])
 def test_dataset_folder_must_have_a_name(path: str) -> None:
     with pytest.raises(ValidationError, match=r"gives no name: add \[\[datasets\]\]"):
         DataConfig(

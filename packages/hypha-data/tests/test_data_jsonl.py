@@ -126,7 +126,7 @@ FAULTS: list[tuple[bytes, str]] = [
     (b'{"a": "\\ud83d"}', ", line 1: '\\ud83d' is half of a surrogate pair; write the whole character"),
     (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", ", line 1: nested more than 64 levels deep; make it flatter"),
     (b"[" * 100_000, ", line 1: nested too deeply; make it flatter"),
-    (b'{"": 1}', ", line 1: the key '' has no characters; give the column a name"),
+    (b'{"": 1}', ", line 1: the key '' has 0 characters; a column's name has 1 to 256"),
     (b'{"a": "%s"}' % (b"x" * MAX_LINE), f", line 1: longer than {MAX_LINE} bytes: "),
     (GOOD + b'{"a": "b"}', ", line 2: column 'a' is of kind text here ('b') and of kind integer in all.jsonl, line 1"),
     (b'{"a": 1}\n{"a": 1.5}\n{"a": []}', ", line 3: column 'a' is of kind list here ([]) and of kind number in all"),

@@ -458,6 +458,7 @@ def finished(*outputs: StoredOutput) -> dict[str, Any]:
         (finished(LOG, stored("model", file(""), file("x"))), "'', which is not inside its folder"),
         (finished(LOG, stored("model", file("x"), file("./x"))), "which overlap"),
         (finished(LOG, stored("model", file("x"), file("x-y"), file("x//y"))), "'x' and 'x//y', which overlap"),
+        (finished(LOG, stored("model", file("x", size=1 << 41))), "outputs of more than"),
         (finished(LOG, stored("model", file("x", digest="sha256:" + "ab" * 32))), "which is not of blake3"),
         (finished(LOG, stored("model", *(file(str(n)) for n in range(MAX_OUTPUT_FILES)))), "more than 2000 files"),
         ({"failed": TaskFailed(reason="", resource="x" * 9000)}, "xxx', which the task does not have"),

@@ -22,7 +22,7 @@ from support.waiting import until
 from hypha_proto.resources import Resources
 from hypha_worker.control.client import ask_worker
 from hypha_worker.control.commands import PauseCommands, load_pause
-from hypha_worker.control.server import MAX_READING, Answer, ControlServer, socket_path
+from hypha_worker.control.server import MAX_ANSWERING, MAX_READING, Answer, ControlServer, socket_path
 from hypha_worker.leasing.capacity import Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.work_dir import control_folder, prepare_control_folder
@@ -43,14 +43,19 @@ async def echo(arguments: Mapping[str, Any], answer: Answer) -> None:
     await answer({"echo": dict(arguments)})
 
 
+async def wait_forever(_arguments: Mapping[str, Any], answer: Answer) -> None:
+    await answer({"waits": True})
+    await anyio.sleep_forever()
+
+
 @pytest.fixture
 def with_server(tmp_path: Path) -> Callable[[], AbstractAsyncContextManager[Path]]:
-    """Return a function that opens a control server with the command ``echo``."""
+    """Return a function that opens a control server with the commands ``echo`` and ``wait``."""
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Path]:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ControlServer(tmp_path, {"echo": echo}).serve)
+            tasks.start_soon(ControlServer(tmp_path, {"echo": echo, "wait": wait_forever}).serve)
             path = socket_path(tmp_path)
             await until(lambda: path.exists(), 60)
             yield path
@@ -109,6 +114,24 @@ async def test_many_idle_clients_keep_no_other_one_waiting(with_server: Any) -> 
                     assert await ask(path, {"echo": {"n": number}}) == {"echo": {"n": number}}
             assert await ask(path, {"echo": {}}) == {"echo": {}}
             assert descriptors() < before + 6 * MAX_READING
+
+
+async def test_clients_that_wait_are_bounded(with_server: Any) -> None:
+    async with with_server() as path, anyio.create_task_group() as tasks:
+        answers: list[dict[str, Any]] = []
+
+        async def wait() -> None:
+            async with await anyio.connect_unix(path) as stream:
+                await stream.send(b'{"wait": {}}')
+                await stream.send_eof()
+                answers.append(json.loads(await stream.receive()))
+                await anyio.sleep_forever()
+
+        for _ in range(MAX_ANSWERING):
+            tasks.start_soon(wait)
+        await until(lambda: len(answers) >= MAX_ANSWERING, 60)
+        assert "other clients wait for an answer" in (await ask(path, {"echo": {}}))["error"]
+        tasks.cancel_scope.cancel()
 
 
 async def test_commands_at_the_same_time_leave_disk_and_memory_equal(

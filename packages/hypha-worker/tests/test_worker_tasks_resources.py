@@ -474,7 +474,10 @@ async def test_only_the_scheduler_of_outputs_has_them_pushed(in_task_lab: InTask
         assert not (await ask(scheduler, job_id=uuid.uuid4())).accepted
         assert not (await ask(scheduler, files=(PushedFile(output.dataset, 3, "0"),))).accepted
         assert not (await ask(scheduler, to=lab.peer)).accepted
-        assert recorded.total("hypha.worker.output.requests", hypha_request="push", hypha_outcome="refused") == 4
+        many = tuple(PushedFile(output.dataset, 0, str(number)) for number in range(4001))
+        answer = await ask(scheduler, files=many)
+        assert (answer.accepted, answer.reason) == (False, "4001 files are over the limit of 4000 in one request")
+        assert recorded.total("hypha.worker.output.requests", hypha_request="push", hypha_outcome="refused") == 5
         assert (await ask(scheduler)).accepted
 
 

@@ -26,7 +26,9 @@ class DataConfig(NodeConfig):
         default=None, description="Folder of one dataset, announced under the folder's name."
     )
     datasets: list[DatasetConfig] = Field(default=[], description="Datasets with names of their own.")
-    provide: list[Path] = Field(default=[], description="Single files that are announced and served by their SHA-256.")
+    provide: list[Path] = Field(
+        default=[], max_length=1000, description="Single files that are announced and served by their SHA-256."
+    )
     verify: bool = Field(
         default=False,
         description="Read all slices at the start and check their digests, not only those that have changed since they "
@@ -38,7 +40,7 @@ class DataConfig(NodeConfig):
         names = [dataset.name for dataset in self.datasets]
         if self.dataset_path is not None:
             name = self.dataset_path.name
-            if name in ("", ".."):
+            if name in ("", "..") or len(name) > MAX_NAME:
                 raise ValueError(f"dataset_path {self.dataset_path} gives no name: add [[datasets]] with name and path")
             names.append(name)
         if not names and not self.provide:

@@ -26,6 +26,8 @@ MAX_LINE: Final = 1 << 20
 """Largest length of a line in bytes, without its end."""
 MAX_COLUMNS: Final = 1024
 """Largest number of columns of a dataset."""
+MAX_COLUMN_NAME: Final = 256
+"""Largest length of a column's name in characters."""
 _PROGRESS_BYTES: Final = 4 << 20
 _KINDS: Final[Mapping[type, str]] = {
     str: "text",
@@ -108,8 +110,10 @@ class ColumnTable:
         column.kind, column.place = kind, str(place)
 
     def _check_name(self, name: str) -> None:
-        if not name:
-            raise RowFormatError("the key '' has no characters; give the column a name")
+        if not 0 < len(name) <= MAX_COLUMN_NAME:
+            raise RowFormatError(
+                f"the key {quote(name)} has {len(name)} characters; a column's name has 1 to {MAX_COLUMN_NAME}"
+            )
         if len(self.columns) == MAX_COLUMNS:
             raise RowFormatError(
                 f"the key {quote(name)} is column {MAX_COLUMNS + 1}, and a dataset has at most {MAX_COLUMNS}; put "

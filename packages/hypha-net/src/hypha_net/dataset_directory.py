@@ -18,7 +18,7 @@ from hypha_net import rpc
 from hypha_net.endpoint import Endpoint, Record
 from hypha_net.errors import RequestError, RequestTimeoutError
 from hypha_proto.codec import from_json, to_json
-from hypha_proto.dataset_listing import LIST_DATASETS, DatasetPage, ListDatasets, ListedDataset, is_listable
+from hypha_proto.dataset_listing import LIST_DATASETS, MAX_PAGE, DatasetPage, ListDatasets, ListedDataset, is_listable
 from hypha_proto.datasets import DatasetRecord
 from hypha_proto.errors import DecodeError
 from hypha_proto.ids import PeerId
@@ -91,7 +91,7 @@ async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float =
             while True:
                 request = ListDatasets(after=after)
                 page = await rpc.call(endpoint, gateway, LIST_DATASETS, request, timeout=timeout)
-                if (fault := _find_fault(page, after)) is not None or len(found) > MAX_LISTED:
+                if (fault := _find_fault(page, after)) is not None or len(found) > MAX_LISTED - MAX_PAGE:
                     raise RequestError(f"the list of gateway {gateway} is malformed: {fault or 'it does not end'}")
                 found += page.datasets
                 if page.next is None:
@@ -104,6 +104,8 @@ async def list_datasets(endpoint: Endpoint, gateway: PeerId, *, timeout: float =
 def _find_fault(page: DatasetPage, after: str | None) -> str | None:
     """Return what is wrong with a page of the list, or None."""
     names = [dataset.name for dataset in page.datasets]
+    if len(names) > MAX_PAGE:
+        return f"a page of {len(names)} datasets, more than {MAX_PAGE}"
     if not all(map(is_listable, names)):
         return "a name that is empty, too long or not printable"
     order = names if after is None else [after, *names]

@@ -17,7 +17,7 @@ from hypha_proto.texts import quote
 from hypha_proto.wire_schema import U32, Message, Price
 
 MAX_EXECUTORS: Final = 256
-"""Number of executors that a worker names at most."""
+"""Maximum number of executors that a worker names."""
 
 
 class OfferedExecutor(ExecutorDescriptor, frozen=True):
@@ -49,6 +49,10 @@ class WorkerStatus(Message, frozen=True):
     """Attempts at tasks that run, of all schedulers."""
     rejections: tuple[Rejection, ...] = ()
     """Why it would make no offer to this scheduler, even for a request without resources."""
+
+    def __post_init__(self) -> None:
+        if len(self.executors) > MAX_EXECUTORS:
+            raise ValueError(f"executors: {len(self.executors)} entries; expected at most {MAX_EXECUTORS}")
 
 
 DESCRIBE_WORKER: Final = RpcMethod[DescribeWorker, WorkerStatus](

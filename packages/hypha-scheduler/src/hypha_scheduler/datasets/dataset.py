@@ -1,7 +1,6 @@
 """Dataset discovery: finds a data node that provides a job's dataset, and reads the list of its slices.
 
-Called by `jobs.context` at the start of a job. Afterwards `strategies.diloco.sample_ledger` assigns the slices to
-workers, and `providers` tracks the data nodes that have them.
+`strategies.diloco.sample_ledger` assigns the slices to workers, and `providers` tracks the data nodes that have them.
 """
 
 from __future__ import annotations

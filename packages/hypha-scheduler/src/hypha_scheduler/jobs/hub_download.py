@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio.from_thread
 
@@ -26,6 +26,9 @@ from hypha_proto.model_listing import INDEX_LIMIT, list_companions, list_model, 
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.source_download import room_for_downloads
 from hypha_scheduler.jobs.source_tables import Content
+
+MAX_UNSTATED: Final = 10 * 10**9
+"""Bytes that all files of a repository together may have whose size the hub does not state."""
 
 
 class TooLargeError(Exception):
@@ -226,16 +229,19 @@ def _list_files(source: RepositoryFiles, target: Path) -> tuple[str, list[_HubFi
 
 
 def _download_all(files: Sequence[_HubFile], token: str | None, target: Path) -> None:
+    unstated = MAX_UNSTATED
     for file in files:
         if file.size is None:
-            limit = room_for_downloads(target)
+            limit = min(unstated, room_for_downloads(target))
             reason = f"{file.name}: the hub states no size, and it has more than {limit} bytes"
         else:
             limit, reason = file.size, f"{file.name}: the hub stated {file.size} bytes, and sends more"
-        _download_file(file, token, target / file.name, limit, reason)
+        received = _download_file(file, token, target / file.name, limit, reason)
+        unstated -= received if file.size is None else 0
 
 
-def _download_file(file: _HubFile, token: str | None, target: Path, limit: int, reason: str) -> None:
+def _download_file(file: _HubFile, token: str | None, target: Path, limit: int, reason: str) -> int:
+    """Download a file; return its size."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
@@ -249,6 +255,7 @@ def _download_file(file: _HubFile, token: str | None, target: Path, limit: int, 
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
+    return target.stat().st_size
 
 
 def _without_signature(error: Exception) -> str:

@@ -31,6 +31,8 @@ from hypha_scheduler.strategies.base import (
     TrafficCounts,
 )
 
+_MAX_OUTPUT_BYTES: Final = 1 << 40
+"""Largest size in bytes of all outputs of one attempt."""
 _MAX_REASON: Final = 1000
 _MAX_LINE: Final = 500
 _MAX_LINES: Final = 50
@@ -121,6 +123,8 @@ def _checked_outputs(finished: TaskFinished, spec: TaskSpec | None) -> tuple[Sto
         raise InvalidUpdateError(f"an end without the output {min(lacking)!r}")
     if sum(len(output.files) for output in finished.outputs) > MAX_OUTPUT_FILES:
         raise InvalidUpdateError(f"more than {MAX_OUTPUT_FILES} files")
+    if sum(output.size for output in finished.outputs) > _MAX_OUTPUT_BYTES:
+        raise InvalidUpdateError(f"outputs of more than {_MAX_OUTPUT_BYTES} bytes")
     if len({output.dataset for output in finished.outputs}) < len(made):
         raise InvalidUpdateError("two outputs under one name of a dataset")
     for output in finished.outputs:

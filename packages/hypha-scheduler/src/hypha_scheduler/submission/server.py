@@ -47,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 _MAX_JOB_BYTES: Final = 16 << 20
 """Enough for 10,000 tasks."""
+_MAX_READ_BYTES: Final = 64 << 20
+"""Bytes of all requests that are being read."""
 MAX_CONNECTIONS: Final = 512
 """Further ones are told so and closed. A client that follows a job holds one."""
 _READ_TIMEOUT: Final = 10.0
@@ -154,6 +156,7 @@ class SubmissionServer:
     """Jobs that were submitted, or that clients are handing in, and have not ended."""
     _number: int = 0
     """Jobs that were made to wait since the start."""
+    _read_bytes: int = 0
     _stopping: bool = False
     _accepting: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _tasks: anyio.abc.TaskGroup = field(init=False)
@@ -224,11 +227,18 @@ class SubmissionServer:
 
     async def _read(self, stream: anyio.abc.SocketStream) -> bytes:
         data = bytearray()
-        while len(data) <= _MAX_JOB_BYTES:
-            try:
-                data += await stream.receive()
-            except anyio.EndOfStream:
-                return bytes(data)
+        try:
+            while len(data) <= _MAX_JOB_BYTES:
+                if self._read_bytes > _MAX_READ_BYTES:
+                    raise ValueError("too many large requests at a time; try again")
+                try:
+                    part = await stream.receive()
+                except anyio.EndOfStream:
+                    return bytes(data)
+                data += part
+                self._read_bytes += len(part)
+        finally:
+            self._read_bytes -= len(data)
         raise ValueError(f"the job is larger than {_MAX_JOB_BYTES} bytes")
 
     def _parse(self, data: bytes) -> _Submission | ResumableJob | JobCommand:

@@ -25,6 +25,8 @@ from hypha_worker.task_files import safe_name
 
 _log = logging.getLogger(__name__)
 
+MAX_ALTERNATIVES: Final = 8
+"""Largest number of alternative providers of a slice that are tried."""
 _MAX_PULLS: Final = 4
 """Slices of one request that are pulled at once."""
 _Numbered = tuple[AssignedSlice, int | None]
@@ -147,7 +149,7 @@ class AssignedSlices:
         self, dataset: str, assigned: AssignedSlice, number: int | None, target: PurePosixPath
     ) -> FetchedFile:
         address = SliceAddress(dataset=dataset, index=assigned.index)
-        providers = [assigned.data_provider, *(assigned.others or ())]
+        providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
         fetched = await self.files.fetch(providers, address, target, assigned.digest, check=check, is_slice=True)
         about = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}

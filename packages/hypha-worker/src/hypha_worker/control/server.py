@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 SOCKET_NAME: Final = "worker.sock"
 MAX_READING: Final = 64
 """Clients that have not sent their request yet; the oldest gives way to a further one."""
+MAX_ANSWERING: Final = 32
+"""Clients whose command runs, such as those that wait for the end of a drain; further ones are refused."""
 _MAX_REQUEST: Final = 4096
 """Bytes of a request."""
 _READ_TIMEOUT: Final = 10.0
@@ -54,6 +56,7 @@ class ControlServer:
     """What clients may ask for, by name."""
     _reading: dict[anyio.abc.SocketStream, anyio.CancelScope] = field(default_factory=dict)
     """Clients that have not sent their request yet, the oldest first."""
+    _answering: int = 0
 
     async def serve(self) -> None:
         """Take commands until cancelled; return with a warning if there can be no socket."""
@@ -93,6 +96,10 @@ class ControlServer:
 
     async def _run(self, stream: anyio.abc.SocketStream, data: bytes) -> None:
         answer = partial(send_answer, stream)
+        if self._answering >= MAX_ANSWERING:
+            await answer({"error": f"{MAX_ANSWERING} other clients wait for an answer: end some of them"})
+            return
+        self._answering += 1
         try:
             if is_confined(stream):
                 _log.warning("a confined process, such as a job's, tried to control this worker and was refused")
@@ -101,6 +108,8 @@ class ControlServer:
             await command(arguments, answer)
         except (ValueError, OSError) as error:
             await answer({"error": str(error)})
+        finally:
+            self._answering -= 1
 
     def _parse(self, data: bytes) -> tuple[Command, Mapping[str, Any]]:
         name, arguments = parse_request(data)

@@ -155,8 +155,9 @@ class RunLog:
         return whole_lines or (0 if self._size else room)
 
     def _create(self) -> None:
-        for folder in () if self._folder.is_dir() else (self._logs.folder, self._folder):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        if not self._folder.is_dir():
+            for folder in (self._logs.folder, self._folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
         for number in itertools.count(1):
             path = self._folder / (f"{self._name}@{number}{SUFFIX}" if number > 1 else f"{self._name}{SUFFIX}")
             try:

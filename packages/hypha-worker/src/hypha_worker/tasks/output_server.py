@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 MAX_PUSHES: Final = 64
 """Requests to push outputs that are served at once; further ones are refused."""
+MAX_PUSHED_FILES: Final = 4000
+"""Files in one of them; a resource has at most as many."""
 _CONCURRENT_PUSHES: Final = 4
 _OUTPUT_REQUESTS: Final = instrumentation.Counter(
     "hypha.worker.output.requests",
@@ -85,6 +87,8 @@ class OutputServer:
 
     async def push_output(self, scheduler: PeerId, message: PushOutput) -> PushBegun:
         """Push files of outputs to another worker, in the background."""
+        if len(message.files) > MAX_PUSHED_FILES:
+            return _refuse_push(f"{len(message.files)} files are over the limit of {MAX_PUSHED_FILES} in one request")
         owned = self._store.find_owned(scheduler, message.job_id, ())
         outputs = {held.output.dataset: held for held in owned}
         for file in message.files:

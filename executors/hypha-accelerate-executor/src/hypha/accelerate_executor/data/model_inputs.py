@@ -1,8 +1,7 @@
 """Maps the tensors of a slice to arguments of the model, using the job's input names.
 
-Called by `train.trainer` and `modeling.evaluation` after `data.batches` or `data.preprocess`. The labels and tokens of
-a batch are checked before the model uses them, and an error names where a wrong one is stored: torch's loss reports
-only the value, on a GPU not even that, and aborts the process there.
+The labels and tokens of a batch are checked before the model uses them, and an error names where a wrong one is stored:
+torch's loss reports only the value, on a GPU not even that, and aborts the process there.
 """
 
 from __future__ import annotations

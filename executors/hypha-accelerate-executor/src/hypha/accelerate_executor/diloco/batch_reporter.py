@@ -1,9 +1,8 @@
 """Reports trained batches to the scheduler in the background, while the training loop goes on.
 
-Called by `loop` after each batch. One request is under way at a time; what is trained meanwhile travels in the next
-one. A batch is kept until the scheduler has counted it, so that a lost message is sent again. Only the answer to the
-report of a process's first batch, and of a round's last one, is waited for: that may say that the round lacks more
-batches.
+One request is under way at a time; what is trained meanwhile travels in the next one. A batch is kept until the
+scheduler has counted it, so that a lost message is sent again. Only the answer to the report of a process's first
+batch, and of a round's last one, is waited for: that may say that the round lacks more batches.
 """
 
 from __future__ import annotations

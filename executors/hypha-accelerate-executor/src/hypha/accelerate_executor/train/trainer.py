@@ -1,7 +1,7 @@
 """One training step: forward, backward and optimizer step for a batch.
 
-Called by `diloco.loop` with batches of `data.batches`. `data.model_inputs` maps a batch's tensors to arguments of the
-model; `data.microbatches` splits a batch over processes and micro-batches.
+`data.model_inputs` maps a batch's tensors to arguments of the model; `data.microbatches` splits a batch over processes
+and micro-batches.
 """
 
 from __future__ import annotations

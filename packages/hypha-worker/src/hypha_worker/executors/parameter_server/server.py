@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_MAX_QUEUED_REFUSALS: Final = 64
 ANNOUNCEMENT_WAIT: Final = 5.0
 """Seconds that the first update of a new worker may come before the scheduler's announcement of the worker."""
 _MAX_UNANNOUNCED: Final = 16
@@ -249,9 +250,12 @@ class ParameterServer(Execution):
 
     def _report_refusal(self, peer: PeerId, number: int, reason: str) -> None:
         self._refuse(peer, number, reason)
-        if not self._is_over:
-            self._refusals.append(self._refusal(peer, number, reason))
-            self._refused.set()
+        message = self._refusal(peer, number, reason)
+        if self._is_over or len(self._refusals) == _MAX_QUEUED_REFUSALS:
+            _log.warning("a refusal is not reported to the scheduler: too many are queued, or the job is over")
+            return
+        self._refusals.append(message)
+        self._refused.set()
 
     def _refusal(self, peer: PeerId, number: int, reason: str, *, missing: bool = False) -> UpdateRefused:
         return UpdateRefused(self._context.attempt, number, peer, reason, missing)
