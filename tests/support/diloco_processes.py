@@ -61,6 +61,8 @@ TIMEOUT = 1.0
 """Seconds after which a worker waits no longer for an answer."""
 SILENCE = 10.0
 """Seconds for which a silent scheduler is waited for at the end of a round, or where that is not known."""
+SETTLED_AHEAD = 2
+"""Batches before the end of a round at which it is settled."""
 LATEST = 3.0
 """Seconds by which a doubled message is late."""
 
@@ -75,6 +77,8 @@ class BackgroundReports:
     """Batches that are not counted."""
     first: int = 0
     last: int | None = None
+    settled: int | None = None
+    """Number of batches after which the round ends, if the scheduler will not change it."""
     is_done: bool = False
     silent_since: float | None = None
     refusal: str = ""
@@ -112,10 +116,10 @@ class BackgroundReports:
         return self.silent_since is not None and anyio.current_time() - self.silent_since >= seconds
 
     async def confirm_end(self) -> None:
-        """Wait until the report of the last batch is answered, which may allocate more. Raises `NotRunning`."""
+        """Wait until it is settled that the last batch is trained: an answer may allocate more. Raises `NotRunning`."""
         self.training.network.seen["ends confirmed"] += 1
         with anyio.move_on_after(SILENCE):
-            while self.kept and not self.is_done:
+            while self.kept and not self.is_done and self.settled != self.last:
                 await self._wait()
 
     async def _wait(self) -> None:
@@ -142,6 +146,7 @@ class BackgroundReports:
                     first=self.first,
                     batches=batches,
                     last=self.last,
+                    settles=(self.last is not None and self.last - self.trained <= SETTLED_AHEAD) or None,
                 )
                 self._apply(message, await self._send(message))
                 self._change()
@@ -156,6 +161,8 @@ class BackgroundReports:
         del self.kept[: counted - self.first]
         self.first, self.refusal = counted, answer.reason
         self.last = self.last if answer.last is None else answer.last
+        if message.settles and answer.last == message.last:
+            self.settled = answer.last
         self.is_done |= answer.done is True
 
     async def _send(self, message: ReportBatches) -> BatchesCounted | None:

@@ -142,11 +142,11 @@ def test_after_its_last_batch_a_worker_trains_on_if_the_answer_says_so(scene: Sc
     asked = scene.bridge.requests.get(timeout=WAIT)
     assert (asked.first, len(asked.batches), asked.last) == (1, 1, 2)
     scene.answer(2, last=4)
-    assert scene.reporter.confirm_end() == ScheduleUpdate(counter=2)
+    assert scene.reporter.confirm_end(counted=False) == ScheduleUpdate(counter=2)
     scene.answer(3, last=4)
     scene.answer(4, last=4)
     scene.train(2)
-    assert scene.reporter.confirm_end() == ScheduleUpdate(counter=0)
+    assert scene.reporter.confirm_end(counted=False) == ScheduleUpdate(counter=0)
 
 
 def test_a_silent_scheduler_is_asked_again_for_the_end_of_a_round(scene: Scene) -> None:
@@ -155,7 +155,7 @@ def test_a_silent_scheduler_is_asked_again_for_the_end_of_a_round(scene: Scene) 
     assert scene.bridge.next() == (1, 1, 1)
     scene.answer(1)
     scene.answer(2, last=3)
-    assert scene.reporter.confirm_end() == ScheduleUpdate(counter=1)
+    assert scene.reporter.confirm_end(counted=False) == ScheduleUpdate(counter=1)
     assert scene.bridge.next() == (1, 1, 1)
 
 
@@ -165,7 +165,7 @@ def test_without_an_answer_in_time_the_last_known_batch_is_the_last(
     monkeypatch.setattr(batch_reporter, "SILENCE_SECONDS", 0.01)
     scene.begin(last=2)
     scene.train(1)
-    assert scene.reporter.confirm_end() == ScheduleUpdate(counter=0)
+    assert scene.reporter.confirm_end(counted=False) == ScheduleUpdate(counter=0)
 
 
 def test_in_later_rounds_training_goes_on_for_half_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +182,7 @@ def test_in_later_rounds_training_goes_on_for_half_of_a_round(monkeypatch: pytes
     bridge.answers.put(BridgeClosed("the test is over"))
 
 
-def test_reports_become_more_frequent_towards_the_end_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(batch_reporter, "time", SimpleNamespace(monotonic=lambda: clock[0], perf_counter=lambda: 0.0))
+def test_reports_become_more_frequent_towards_the_end_of_a_round(clock: list[float]) -> None:
     bridge = FakeBridge()
     scene = Scene(bridge, BatchReporter(bridge, WAIT))  # type: ignore[arg-type]
     scene.reporter.begin(1)
@@ -195,12 +193,58 @@ def test_reports_become_more_frequent_towards_the_end_of_a_round(monkeypatch: py
         scene.train(1)
         scene.reporter.flush()
         pauses.append(round(scene.reporter._not_before - clock[0], 6))
-    assert pauses == [0.25, 0.25, 0.25, 0.25, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1]
+    assert pauses == [0.45, 0.4, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1, 0.1, 0.1]
     scene.answer(11, last=10_000)
     scene.train(1)
     scene.reporter.flush()
     assert scene.reporter._not_before == clock[0] + batch_reporter.INTERVAL
     scene.reporter.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of the reporter's clock."""
+    now = [100.0]
+    monkeypatch.setattr(batch_reporter, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: 0.0))
+    return now
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["the update states its batches", "it does not"])
+def test_an_end_that_is_settled_in_time_is_not_waited_for(scene: Scene, clock: list[float], counted: bool) -> None:
+    asked = settle(scene, clock)
+    assert (asked.first, len(asked.batches), asked.last, asked.settles) == (2, 1, 4, True)
+    scene.train(1)
+    confirmed = in_thread(lambda: scene.reporter.confirm_end(counted=counted))
+    scene.answer(3, last=4)
+    assert scene.bridge.next() == (1, 3, 1), "the last batch is reported, too"
+    if counted:
+        scene.answer(4, last=4)
+    assert confirmed() == ScheduleUpdate(counter=0)
+
+
+def test_an_end_that_is_moved_is_not_settled(scene: Scene, clock: list[float]) -> None:
+    settle(scene, clock)
+    scene.answer(3, last=5)
+    scene.train(2)
+    scene.answer(5, last=6)
+    assert scene.reporter.confirm_end(counted=False) == ScheduleUpdate(counter=1)
+
+
+def settle(scene: Scene, clock: list[float]) -> TrainedBatches:
+    """Train three of four batches of 0.1 s, whose reports take as long; return the request that is under way then."""
+    scene.reporter.begin(1)
+    clock[0] += 0.1
+    scene.answer(1, last=4)
+    scene.train(1)
+    clock[0] += 0.1
+    scene.train(1)
+    assert scene.bridge.next() == (1, 0, 1)
+    early = scene.bridge.requests.get(timeout=WAIT)
+    assert (early.first, len(early.batches), early.settles) == (1, 1, None)
+    clock[0] += 0.1
+    scene.train(1)
+    scene.answer(2, last=4)
+    return scene.bridge.requests.get(timeout=WAIT)
 
 
 def test_a_failure_ends_training_at_the_next_batch(scene: Scene) -> None:

@@ -329,6 +329,12 @@ REQUESTS: list[tuple[Any, Any]] = [
             attempt=ATTEMPT, round=4, first=20, batches=(TrainedBatch(batch_size=16, batch_ms=12.5),), last=21
         ),
     ),
+    (
+        REPORT_BATCHES,
+        ReportBatches(
+            attempt=ATTEMPT, round=4, first=20, batches=(TrainedBatch(batch_size=16),), last=22, settles=True
+        ),
+    ),
     (LIST_DATASETS, ListDatasets()),
     (LIST_DATASETS, ListDatasets(after="größer", limit=100)),
     (OFFER, OFFERED),

@@ -92,6 +92,17 @@ def test_an_executor_that_waits_at_its_last_batch_is_told_what_the_round_lacks(
     assert answer == (Continue() if lacking is None else ScheduleUpdate(counter=lacking - count))
 
 
+def test_an_end_that_is_settled_stays_while_others_are_told_of_what_lacks() -> None:
+    job = TwoWorkers(batches=100)
+    job.work(range(1, 11), 1.0)
+    count = job.left[A]
+    assert count is not None
+    most = [MeasuredBatch(BATCH, 1.0)] * (count - 1)
+    assert job.rounds.batches_done(A, most, 9.0 + count, left=1, settles=True) == Continue()
+    job.rounds.update_started(B, 10.0 + count)
+    assert job.rounds.batches_done(A, most[:1], 10.0 + count, left=0) == Continue()
+
+
 def test_a_worker_between_two_reports_is_not_taken_for_slow() -> None:
     job = TwoWorkers(batches=200)
     for second in range(1, 35):

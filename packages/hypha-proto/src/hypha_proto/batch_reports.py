@@ -31,6 +31,9 @@ class TrainedBatches(Message, frozen=True):
     last: Annotated[U32 | None, OMIT] = None
     """Number of batches of the round after which the executor will send its update; None if it does not know yet. It
     trains on if the answer to the report of the last of them names a larger number."""
+    settles: Annotated[bool | None, OMIT] = None
+    """True if an answer that names the same `last` is final: the executor then sends its update after that batch and
+    waits for no later answer."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.batches) <= MAX_BATCHES:

@@ -243,7 +243,8 @@ class TrainingLoop:
             trained = trained_batch(batch.samples, batch.slices, seconds, waited)
             following = self._countdown.after_batch(self._reporter.report(trained))
             if following is NextStep.SYNCHRONISE:  # unless the round lacks batches that others have not trained
-                following = self._countdown.after_batch(self._reporter.confirm_end())
+                counted = self._config.term is None or current.samples.ranges is None
+                following = self._countdown.after_batch(self._reporter.confirm_end(counted=counted))
             self._mark = time.perf_counter()
         return following
 

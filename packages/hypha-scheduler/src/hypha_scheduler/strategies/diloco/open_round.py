@@ -27,6 +27,8 @@ class RoundShare:
     heard of fewer."""
     asks: bool = False
     """Whether its executor waits at its last batch for the answer, and trains on if that allocates more."""
+    is_settled: bool = False
+    """Whether its executor was told that this is all it trains, and waits for no answer at its last batch."""
     sending_at: float | None = None
     """Time at which its executor reported that it sends its update; its worker may still have to state it."""
     posted_at: float | None = None
@@ -55,6 +57,16 @@ class RoundShare:
         allocated, promised = self.remaining or 0, max(0, self.promised - count)
         self.promised = allocated if left is None else max(allocated, min(promised, left))
         self.asks = left is not None
+
+    def settle(self, left: int) -> None:
+        """Keep to what it is allocated, if its executor, which has `left` batches to train, knows of that."""
+        self.is_settled |= self.remaining == left
+
+    def post(self, now: float, counts: tuple[int, int] | None) -> None:
+        """Note that its update is under way: of how many samples and batches, if that is stated."""
+        self.posted_at = now if self.posted_at is None else self.posted_at
+        self.samples, self.batches = counts or (self.samples, self.batches)
+        self.remaining = self.promised = 0
 
     def allocate(self, count: int) -> None:
         """Allocate further batches to it."""

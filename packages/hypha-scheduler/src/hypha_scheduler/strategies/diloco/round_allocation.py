@@ -36,7 +36,7 @@ class RoundAllocation:
     def allocate(self, peer: PeerId, current: Round, now: float) -> int | None:
         """Return how many more batches a worker processes; None if that is not known yet, or stays as it was."""
         part, counted = current.part(peer), self._counted(current)
-        is_final = part.remaining == 0 and not part.asks
+        is_final = part.is_settled or (part.remaining == 0 and not part.asks)
         if is_final or not self._is_possible(current, counted):
             return None
         workers = [self._progress(current, other, now, is_asking=other == peer) for other in counted]

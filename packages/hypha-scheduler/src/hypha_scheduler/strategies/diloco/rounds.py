@@ -300,7 +300,13 @@ class Rounds:
         return self.batches_done(peer, (MeasuredBatch(samples, seconds, waited),), now)
 
     def batches_done(
-        self, peer: PeerId, batches: Sequence[MeasuredBatch], now: float, left: int | None = None
+        self,
+        peer: PeerId,
+        batches: Sequence[MeasuredBatch],
+        now: float,
+        left: int | None = None,
+        *,
+        settles: bool = False,
     ) -> ReportAnswer:
         """Process a report of finished batches; the response is to continue, or how many more precede the update.
 
@@ -310,6 +316,7 @@ class Rounds:
             now: time of the report.
             left: how many more batches its executor will train as far as it knows, if it states that: then it waits for
                 the answer to the report of the last one, which may allocate more.
+            settles: whether it waits for none if this answer leaves it at that.
         """
         member = self._members.get(peer)
         if member is None:
@@ -327,12 +334,16 @@ class Rounds:
         self._measure_batches(member, part, batches, now)
         part.last_at = now
         part.count_batches(len(batches), sum(batch.samples for batch in batches), left)
-        return self._answer_batch(current, peer, now)
+        answer = self._answer_batch(current, peer, now)
+        if settles and left is not None:
+            part.settle(left)
+        return answer
 
     def count_reported(self, peer: PeerId, number: int, first: int, count: int) -> int:
         """Note that a worker reports batches of a round; return how many of them are not to be counted.
 
-        These are the ones that it has reported before. Batches of another round than the worker's are never counted.
+        These are the ones that it has reported before. Batches of another round than the worker's are never counted,
+        nor are those that come after its update, which states them.
 
         Args:
             peer: the worker.
@@ -343,7 +354,7 @@ class Rounds:
         part = self._part_in(peer, number)
         if part is None:
             return count
-        known = min(count, max(0, part.reported - first))
+        known = count if part.posted_at is not None else min(count, max(0, part.reported - first))
         part.reported = max(part.reported, first + count)
         return known
 
@@ -409,10 +420,10 @@ class Rounds:
             member.heard(now)
             self._rounds[member.round].part(peer).sending_at = now
 
-    def update_started(self, peer: PeerId, now: float, samples: int | None = None) -> tuple[Effect, ...]:
+    def update_started(self, peer: PeerId, now: float, counts: tuple[int, int] | None = None) -> tuple[Effect, ...]:
         """Process that a worker starts to send its pseudo-gradient; its samples in this round are final.
 
-        `samples` is their number where it is stated; otherwise those of the reported batches count.
+        `counts` are the numbers of samples and batches where these are stated; otherwise the reported batches count.
         """
         member = self._members.get(peer)
         if member is None or member.standing is Standing.PREPARING:
@@ -420,11 +431,9 @@ class Rounds:
         current = self._rounds[member.round]
         part = current.part(peer)
         self._came_back(peer, member, current, now)
-        if part.posted_at is None:
-            part.posted_at = now
-            if part.sending_at is not None and now >= part.sending_at:
-                member.rhythm.sendings.append(now - part.sending_at)
-        part.samples = part.samples if samples is None else samples
+        if part.posted_at is None and part.sending_at is not None and now >= part.sending_at:
+            member.rhythm.sendings.append(now - part.sending_at)
+        part.post(now, counts)
         return self._go_on(now)
 
     def goes_on_without(self, peer: PeerId, number: int) -> bool:

@@ -189,7 +189,8 @@ class TrainingState:
             self.slices.report(peer, _slice_counts(batch.slices))
         if fresh:
             left = None if message.last is None else max(0, message.last - message.first - count)
-            answer = self.rounds.batches_done(peer, [_measured(batch) for batch in fresh], now, left)
+            measured = [_measured(batch) for batch in fresh]
+            answer = self.rounds.batches_done(peer, measured, now, left, settles=message.settles is True)
         else:
             answer = self.rounds.batches_known(peer, now)
         effects = self.rounds.take_effects(now)
@@ -271,7 +272,7 @@ class TrainingState:
         """Take the update of a worker into its round, unless the round goes on without it."""
         update = self._update_of(peer, number, message)
         self.contributions.add(update)
-        stated = None if update.stated is None else update.samples
+        stated = None if update.stated is None else (update.samples, update.batches)
         effects = self.rounds.update_started(peer, now, stated)
         if self.rounds.is_dropped(peer, number):
             self._withdraw(peer, number, "it came late")
