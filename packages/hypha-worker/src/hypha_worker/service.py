@@ -422,7 +422,7 @@ class Worker:
     async def sweep_loop(self) -> None:
         """Sweep leases and outputs regularly, until cancelled."""
         while True:
-            await anyio.sleep(LEASE_SWEEP / 2)
+            await anyio.sleep(LEASE_SWEEP)
             self.sweep(anyio.current_time())
             await self.outputs.remove_expired(anyio.current_time())
 
