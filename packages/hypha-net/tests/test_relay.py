@@ -35,9 +35,9 @@ from hypha_net._libp2p.relay.dcutr import PROTOCOL as DCUTR
 from hypha_net._libp2p.relay.messages import HOP, STOP, HopKind, HopMessage, Status, StopKind, StopMessage
 from hypha_net._libp2p.relay.server import RelayServer
 from hypha_net._libp2p.wire.delimited import read_message, write_message
-from hypha_net._libp2p.yamux.buffer_pool import MAX_POOLED_BODY
 from hypha_net._libp2p.yamux.frames import HEADER, size_with_tls
 from hypha_net._libp2p.yamux.link_estimator import MAX_FRAME, MIN_FRAME
+from hypha_net.buffer_pool import MAX_POOLED_BODY
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamResetError, TransferError, UnreachableError
 from hypha_net.events import CircuitEnded, Connected, Events, HolePunched

@@ -21,11 +21,11 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF,
 from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from hypha_net._libp2p.yamux import session as session_module
-from hypha_net._libp2p.yamux.buffer_pool import release_buffer
 from hypha_net._libp2p.yamux.frames import INITIAL_WINDOW, MAX_WINDOW
 from hypha_net._libp2p.yamux.link_estimator import ReceiveRate
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.session import MAX_STREAMS, PING_INTERVAL, PING_TIMEOUT, YamuxSession
+from hypha_net.buffer_pool import release_buffer
 
 pytestmark = pytest.mark.virtual_clock
 

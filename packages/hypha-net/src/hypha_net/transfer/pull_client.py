@@ -18,6 +18,7 @@ import anyio.to_thread
 from msgspec.structs import replace
 
 from hypha_net import instrumentation
+from hypha_net.buffer_pool import lent_buffer
 from hypha_net.endpoint import Endpoint, Stream
 from hypha_net.errors import ContentMismatchError, TransferError
 from hypha_net.transfer.framing import (
@@ -197,13 +198,14 @@ async def pull_range(
 
 
 async def _receive_range(stream: Stream, file: FileIO, offset: int, end: int, progress: TransferProgress) -> None:
-    block = ReceivedBlock(min(_BLOCK, end - offset))
-    while offset < end:
-        block.reset(end - offset)
-        if not await block.fill(stream, progress):
-            raise TransferError(f"the stream ended after {offset + block.count} bytes")
-        await anyio.to_thread.run_sync(_write, file, block.filled, offset)
-        offset += block.count
+    with lent_buffer(min(_BLOCK, end - offset)) as buffer:
+        block = ReceivedBlock(buffer)
+        while offset < end:
+            block.reset(end - offset)
+            if not await block.fill(stream, progress):
+                raise TransferError(f"the stream ended after {offset + block.count} bytes")
+            await anyio.to_thread.run_sync(_write, file, block.filled, offset)
+            offset += block.count
 
 
 def _write(file: FileIO, block: memoryview, offset: int) -> None:

@@ -16,7 +16,7 @@ from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
 from hypha_net._libp2p.streams.stream import Libp2pStream
-from hypha_net._libp2p.yamux.buffer_pool import release_buffer
+from hypha_net.buffer_pool import release_buffer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import StreamClosedError, StreamResetError
 from hypha_proto.ids import PeerId

@@ -33,7 +33,7 @@ from hypha_net._libp2p.relay.circuit import CircuitConnection
 from hypha_net._libp2p.security.contexts import TlsContexts
 from hypha_net._libp2p.security.peer_certificates import shown_certificate, verified_chain
 from hypha_net._libp2p.security.tls_errors import RefusalReason, explain, is_refusal
-from hypha_net._libp2p.yamux.buffer_pool import release_buffer
+from hypha_net.buffer_pool import release_buffer
 from hypha_net.certificate_validation import Chain, parse_chain
 from hypha_net.errors import IdentityError, RefusedError
 from hypha_net.events import Events, PeerRejected

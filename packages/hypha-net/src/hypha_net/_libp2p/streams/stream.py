@@ -59,7 +59,7 @@ class Libp2pStream:
             raise _translated(error) from error
 
     async def receive_part(self) -> memoryview:
-        """Return the next received part without a copy, for `yamux.buffer_pool.release_buffer`; empty at the end."""
+        """Return the next received part without a copy, for `buffer_pool.release_buffer`; empty at the end."""
         self._check_open()
         try:
             return await self._muxed.read_part()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from hypha_net._libp2p.yamux.buffer_pool import release_buffer
+from hypha_net.buffer_pool import release_buffer
 
 _SMALL: Final = 16 << 10
 """Largest body that is joined with others, so that a peer that sends single bytes does not cost an object for each."""

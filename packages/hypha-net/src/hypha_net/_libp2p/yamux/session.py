@@ -25,7 +25,6 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamError, MuxedStreamReset
 from multiaddr import Multiaddr
 
-from hypha_net._libp2p.yamux.buffer_pool import acquire_buffer
 from hypha_net._libp2p.yamux.frames import (
     HEADER,
     INITIAL_WINDOW,
@@ -39,6 +38,7 @@ from hypha_net._libp2p.yamux.link_estimator import AdaptiveFrameSize, ReceiveRat
 from hypha_net._libp2p.yamux.receive_buffer import UnreadBytes
 from hypha_net._libp2p.yamux.stream import YamuxStream
 from hypha_net._libp2p.yamux.transport import SecureTransport
+from hypha_net.buffer_pool import acquire_buffer
 
 _log = logging.getLogger("hypha_net.yamux")
 

@@ -20,6 +20,7 @@ import anyio.to_thread
 import trio
 
 from hypha_net.bandwidth import TransferPacer
+from hypha_net.buffer_pool import lent_buffer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import TransferError
 from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
@@ -28,19 +29,18 @@ from hypha_net.transfer.progress import TransferProgress
 
 
 class IoThread:
-    """One worker thread that runs one job at a time. Opened by `io_thread`.
+    """Runs one job at a time in a thread. Opened by `io_thread`.
 
     Uses trio directly: waking the event loop from the worker thread costs a third of waiting for it in a second thread.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
+    def __init__(self) -> None:
         self._loop = trio.lowlevel.current_trio_token()
         self._job: Future[Any] | None = None
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> None:
         """Start a job; the previous one must have been awaited."""
-        self._job = self._thread.submit(job, *arguments)
+        self._job = _THREADS.submit(job, *arguments)
 
     async def result(self) -> Any:
         """Return or raise the result of the last job, or None if there is none. Waits without blocking the loop."""
@@ -66,18 +66,18 @@ class IoThread:
 
 @asynccontextmanager
 async def io_thread() -> AsyncIterator[IoThread]:
-    """Run one worker thread; wait for its last job on exit."""
-    thread = ThreadPoolExecutor(1, "hypha-transfer")
-    worker = IoThread(thread)
+    """Run one job at a time in a thread; wait for the last one on exit."""
+    worker = IoThread()
     try:
         yield worker
     finally:
         await worker.finish()
-        thread.shutdown(wait=False)
 
 
-CHUNK: Final = 2 << 20
+CHUNK: Final = 1 << 20
 """Bytes read, or hashed and written, at a time: large enough to outweigh the cost of a thread switch."""
+_THREADS: Final = ThreadPoolExecutor(64, "hypha-transfer")
+"""Read, hash and write for all transfers of the process."""
 
 
 async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progress: TransferProgress) -> None:
@@ -88,19 +88,21 @@ async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progre
         TransferInterruptedError: the peer accepts no bytes.
         OSError: the file cannot be read.
     """
-    pacer = progress.pacer
-    blocks = [memoryview(bytearray(min(CHUNK, size - offset))) for _ in range(2)]
-    async with io_thread() as thread:
-        thread.submit(read_at, file, blocks[0], offset)
-        while offset < size:
-            count: int = await thread.result()
-            if not count:
-                name = "the file" if isinstance(file.name, int) else file.name  # one that was opened by a descriptor
-                raise TransferError(f"{name} became shorter while it was sent")
-            offset += count
-            blocks.reverse()
-            thread.submit(read_at, file, blocks[0][: size - offset], offset)
-            await _send(stream, blocks[1][:count], progress, pacer)
+    pacer, length = progress.pacer, min(CHUNK, size - offset)
+    with lent_buffer(length) as block, lent_buffer(length) as other:
+        async with io_thread() as thread:
+            thread.submit(read_at, file, block, offset)
+            while offset < size:
+                count: int = await thread.result()
+                if not count:
+                    name = (
+                        "the file" if isinstance(file.name, int) else file.name
+                    )  # one that was opened by a descriptor
+                    raise TransferError(f"{name} became shorter while it was sent")
+                offset += count
+                block, other = other, block
+                thread.submit(read_at, file, block[: size - offset], offset)
+                await _send(stream, other[:count], progress, pacer)
 
 
 def read_at(file: FileIO, block: memoryview, offset: int) -> int:
@@ -172,23 +174,22 @@ async def receive_content(stream: Stream, content: PartialFile, progress: Transf
         OSError: the file cannot be written.
     """
     there, size = content.received, content.size
-    block_size = min(CHUNK, size - there)
-    blocks = [ReceivedBlock(block_size), ReceivedBlock(block_size)]
-    async with io_thread() as thread:
-        thread.submit(content.rehash_existing)
-        while there < size:
-            block, other = blocks
-            block.reset(min(block_size, size - there))
-            try:
-                more = await block.fill(stream, progress)
-            finally:
-                there += block.count
-                await thread.result()
-                thread.submit(content.append, block.filled)
-            if not more:
-                break
-            blocks = [other, block]
-        await thread.result()
+    length = min(CHUNK, size - there)
+    with lent_buffer(length) as first, lent_buffer(length) as second:
+        block, other = ReceivedBlock(first), ReceivedBlock(second)
+        async with io_thread() as thread:
+            thread.submit(content.rehash_existing)
+            more = True
+            while more and there < size:
+                block.reset(size - there)
+                try:
+                    more = await block.fill(stream, progress)
+                finally:
+                    there += block.count
+                    await thread.result()
+                    thread.submit(content.append, block.filled)
+                block, other = other, block
+            await thread.result()
 
 
 async def receive_and_verify(stream: Stream, content: PartialFile, progress: TransferProgress) -> tuple[int, str]:
@@ -214,9 +215,8 @@ async def receive_and_verify(stream: Stream, content: PartialFile, progress: Tra
 class ReceivedBlock:
     """Buffer that is filled from a stream repeatedly."""
 
-    def __init__(self, size: int) -> None:
-        self._whole = memoryview(bytearray(size))
-        self._wanted = self._whole
+    def __init__(self, buffer: memoryview) -> None:
+        self._whole = self._wanted = buffer
         self.count = 0
         """Number of bytes in it."""
 

@@ -1,11 +1,13 @@
-"""Pool of buffers for frame bodies: large buffers are reused instead of allocated for every frame.
+"""Pool of buffers for frame bodies and for blocks of transfers, which are reused: fresh memory costs more than its use.
 
-A frame's body is decrypted straight into such a buffer. Acquired by `yamux.session`; released after reading by
-`yamux.receive_buffer`, or by a circuit relay that forwards the bytes without a copy.
+A frame's body is decrypted straight into such a buffer. `yamux.receive_buffer` releases it when it was read, or a
+circuit relay that forwards the bytes without a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 MAX_POOLED_BODY: Final = 1028 << 10
@@ -25,6 +27,16 @@ def acquire_buffer(size: int) -> memoryview:
         free = _free[pooled]
         return memoryview(free.pop() if free else bytearray(pooled))[:size]
     return memoryview(bytearray(size))
+
+
+@contextmanager
+def lent_buffer(size: int) -> Iterator[memoryview]:
+    """Lend a writable buffer of `size` bytes with arbitrary content."""
+    buffer = acquire_buffer(size)
+    try:
+        yield buffer
+    finally:
+        release_buffer(buffer)
 
 
 def release_buffer(body: memoryview) -> None:
