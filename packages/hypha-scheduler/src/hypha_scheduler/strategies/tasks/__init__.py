@@ -2,6 +2,6 @@
 
 `config` is the job table and `definition_faults` what is wrong between its tasks; `graph` expands it to instances.
 `instances` has their states, `placement` decides which runs on which lease, `retries` which runs again, and
-`output_holders` where outputs are; `operator` combines them. All are pure; `hypha_scheduler.jobs.runner` does the
+`outputs` where outputs are; `operator` combines them. All are pure; `hypha_scheduler.jobs.runner` does the
 I/O.
 """

@@ -40,7 +40,7 @@ from hypha_scheduler.jobs.config import (
     token_warning,
 )
 from hypha_scheduler.jobs.source_tables import MAX_TEXT, FileName, S3Table, Sha256, Url
-from hypha_scheduler.strategies.tasks.definition_faults import Fault, find_faults
+from hypha_scheduler.strategies.tasks.definition_faults import find_faults
 
 MAX_INSTANCES: Final = 10_000
 """Largest number of instances of all tasks of a job."""
@@ -328,10 +328,10 @@ def _validate_tasks(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         tasks = handler(value)
     except ValidationError as error:
         lines += [
-            InitErrorDetails(type=_kind(details["type"], details["msg"]), loc=details["loc"], input=details["input"])
-            for details in error.errors(include_url=False)
+            InitErrorDetails(type=_kind(each["type"], each["msg"]), loc=each["loc"], input=each["input"])
+            for each in error.errors(include_url=False)
         ]
-    lines += [_line(fault) for fault in find_faults(value, MAX_INSTANCES)]
+    lines += find_faults(value, MAX_INSTANCES)
     if lines:
         raise ValidationError.from_exception_data("tasks", lines)
     return tasks
@@ -339,10 +339,6 @@ def _validate_tasks(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 def _kind(kind: Any, message: Any) -> PydanticCustomError:
     return PydanticCustomError(kind, message)  # pydantic wants literal strings, to keep types and messages few
-
-
-def _line(fault: Fault) -> InitErrorDetails:
-    return InitErrorDetails(type=_kind("task_graph", fault.reason), loc=fault.place, input=None)
 
 
 class TasksJob(JobTable):

@@ -10,9 +10,10 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pydantic import BaseModel
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Place = tuple[str | int, ...]
 
@@ -20,14 +21,9 @@ _MAX_CYCLES: Final = 20
 """Cycles that are reported at once; each takes a search through all tasks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Something wrong."""
-
-    place: Place
-    """Keys and indices below the list of tasks."""
-    reason: str
-    """Reason and remedy."""
+def _fault(place: Place, reason: str) -> InitErrorDetails:
+    """Return a fault at keys and indices below the list of tasks; its reason ends with the remedy."""
+    return InitErrorDetails(type=PydanticCustomError("task_graph", cast(Any, reason)), loc=place, input=None)
 
 
 @dataclass(slots=True)
@@ -41,7 +37,7 @@ class _Outline:
     """Index of the resource, task and output of each."""
 
 
-def find_faults(tasks: object, limit: int) -> list[Fault]:
+def find_faults(tasks: object, limit: int) -> list[InitErrorDetails]:
     """Return what is wrong between tasks, in their order.
 
     Args:
@@ -76,25 +72,25 @@ def _outline(index: int, entry: Any) -> _Outline | None:
     return found
 
 
-def _duplicates(outlines: list[_Outline], by_name: dict[str, _Outline]) -> Iterator[Fault]:
+def _duplicates(outlines: list[_Outline], by_name: dict[str, _Outline]) -> Iterator[InitErrorDetails]:
     for outline in outlines:
         first = by_name[outline.name]
         if first is not outline:
             reason = f"is the name of tasks[{first.index}], too; give each task a name of its own"
-            yield Fault((outline.index, "name"), reason)
+            yield _fault((outline.index, "name"), reason)
 
 
-def _unknown_results(outlines: list[_Outline], by_name: dict[str, _Outline]) -> Iterator[Fault]:
+def _unknown_results(outlines: list[_Outline], by_name: dict[str, _Outline]) -> Iterator[InitErrorDetails]:
     for outline in outlines:
         for number, task, output in outline.results:
             place: Place = (outline.index, "resources", number, "result")
             if not isinstance(task, str):
                 continue
             if (maker := by_name.get(task)) is None:
-                yield Fault((*place, "task"), f"is not a task of this job; {_suggest(task, by_name)}")
+                yield _fault((*place, "task"), f"is not a task of this job; {_suggest(task, by_name)}")
             elif isinstance(output, str) and output not in maker.outputs:
                 hint = _suggest(output, maker.outputs)
-                yield Fault((*place, "output"), f"is not an output of task {task!r}; {hint}")
+                yield _fault((*place, "output"), f"is not an output of task {task!r}; {hint}")
 
 
 def _suggest(name: str, known: Mapping[str, object] | frozenset[str]) -> str:
@@ -106,14 +102,14 @@ def _suggest(name: str, known: Mapping[str, object] | frozenset[str]) -> str:
     return f"known: {', '.join(shown)}{', …' if len(known) > len(shown) else ''}"
 
 
-def _too_many(entries: list[Any], limit: int) -> Iterator[Fault]:
+def _too_many(entries: list[Any], limit: int) -> Iterator[InitErrorDetails]:
     counts = (entry.get("count", 1) if isinstance(entry, Mapping) else 1 for entry in entries)
     total = sum(count for count in counts if isinstance(count, int) and 0 < count <= limit)
     if total > limit:
-        yield Fault((), f"{total} instances of tasks are over the limit of {limit}; divide the job into several")
+        yield _fault((), f"{total} instances of tasks are over the limit of {limit}; divide the job into several")
 
 
-def _cycles(by_name: dict[str, _Outline]) -> Iterator[Fault]:
+def _cycles(by_name: dict[str, _Outline]) -> Iterator[InitErrorDetails]:
     """Yield a fault for each of up to `_MAX_CYCLES` cycles that have no task in common."""
     makers = {
         name: {task: number for number, task, _ in reversed(outline.results) if isinstance(task, str)}
@@ -126,7 +122,7 @@ def _cycles(by_name: dict[str, _Outline]) -> Iterator[Fault]:
             first, *rest = error.args[1][::-1]  # each uses a result of the next; the last is the first again
             last = rest[-2] if len(rest) > 1 else first
             place = (by_name[last].index, "resources", makers[last][first], "result", "task")
-            yield Fault(place, _describe_cycle([first, *rest[:-1]]))
+            yield _fault(place, _describe_cycle([first, *rest[:-1]]))
             for name in rest:
                 makers[name] = {}
         else:

@@ -61,11 +61,6 @@ class Instance:
         """Whether the job fails unless its failures are those of its workers."""
         return self.failures > self.task.table.retries
 
-    @property
-    def has_finished(self) -> bool:
-        """Whether it has finished."""
-        return self.phase is Phase.FINISHED
-
 
 @dataclass(slots=True)
 class Instances:
@@ -106,16 +101,6 @@ class Instances:
     def of_task(self, name: str) -> Iterator[Instance]:
         """Yield the instances of a task."""
         return (self.by_name[instance] for instance in self.graph.tasks[name].names)
-
-    @property
-    def ready_total(self) -> int:
-        """Number of ready instances of all roles."""
-        return self.ready.total()
-
-    @property
-    def running_total(self) -> int:
-        """Number of running instances of all roles."""
-        return self.running.total()
 
     # ------------------------------------------------------------------------------------------------------ instances
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hypha_net.errors import ContentMismatchError, NoSpaceError
+from hypha_net.errors import NoSpaceError
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
@@ -46,11 +46,17 @@ from hypha_scheduler.strategies.base import (
     StopTask,
     TaskRef,
 )
-from hypha_scheduler.strategies.tasks import records, result_locations, retries
+from hypha_scheduler.strategies.tasks import records, retries
 from hypha_scheduler.strategies.tasks.graph import Key, Result, TaskGraph
-from hypha_scheduler.strategies.tasks.instances import Instance, Instances
-from hypha_scheduler.strategies.tasks.output_collection import FETCH, OutputCollection
-from hypha_scheduler.strategies.tasks.output_holders import MadeOutput, OutputHolders
+from hypha_scheduler.strategies.tasks.instances import Instance, Instances, Phase
+from hypha_scheduler.strategies.tasks.outputs import (
+    FETCH,
+    MadeOutput,
+    OutputCollection,
+    OutputHolders,
+    answer_to_pull,
+    answer_to_push,
+)
 from hypha_scheduler.strategies.tasks.placement import Placement, TaskLease
 from hypha_scheduler.strategies.tasks.summary import summarize
 
@@ -276,7 +282,8 @@ class TasksOperator(base.Operator):
         """Set the deadline of an attempt whose executor has started."""
         timeout = run.instance.task.table.timeout
         if timeout is not None and not run.is_ready:
-            self._set_deadline(now + timeout + BACKSTOP, lambda _now: self._stop_late(run))
+            reason = f"its worker did not end it after its timeout of {timeout:g} s"
+            self._set_deadline(now + timeout + BACKSTOP, lambda _now: self._stop_for_good(run, reason))
         run.is_ready = True
 
     def _progress_events(self, run: RunningAttempt) -> tuple[EmitEvent, ...]:
@@ -449,11 +456,6 @@ class TasksOperator(base.Operator):
         self.instances.run_again(instance, after_pause=True)
         self._set_deadline(now + retries.pause_after(losses), lambda _now: self.instances.end_pause(instance))
 
-    def _stop_late(self, run: RunningAttempt) -> None:
-        self._stop_for_good(
-            run, f"its worker did not end it after its timeout of {run.instance.task.table.timeout:g} s"
-        )
-
     def _stop_unready(self, run: RunningAttempt, now: float) -> None:
         """Stop an attempt whose executor has not started, unless an input of it is being made again."""
         seconds = run.instance.task.table.fetch_timeout
@@ -538,7 +540,7 @@ class TasksOperator(base.Operator):
         again = [instance]
         while again:
             instance = again.pop()
-            if not instance.has_finished:
+            if instance.phase is not Phase.FINISHED:
                 continue
             self.instances.run_again(instance)
             for result in instance.task.inputs:
@@ -570,14 +572,10 @@ class TasksOperator(base.Operator):
             self._records.append(records.fetched(*key, str(path)))
             stored.reporters.clear()
             self._take_copy(key, path)
-        elif not stored.is_suspect and not is_check and self._may_fetch_again(stored, outcome):
+        elif not stored.is_suspect and not is_check and self.collection.may_try_again(stored.output.dataset, outcome):
             self._set_deadline(now + RETRY, lambda _now: self.collection.add(key))
         elif self._is_needed(key):
             self._lose_holder(key, str(outcome))
-
-    def _may_fetch_again(self, stored: MadeOutput, error: Exception) -> bool:
-        """Return whether an output is worth another try; what is not as its worker reported stays so."""
-        return not isinstance(error, ContentMismatchError) and self.collection.may_try_again(stored.output.dataset)
 
     # ------------------------------------------------------------------------------------------------------- resources
 
@@ -599,7 +597,7 @@ class TasksOperator(base.Operator):
             return self._deliver(run, request.resource, result), self._settle(now)
         effects = self._settle(now)
         lacking = next(key for key in self.instances.keys(result) if key not in self.holders)
-        if self.instances.ready_total and run.stopped is None:  # no lease is free for what makes it, or leads to it
+        if self.instances.ready.total() and run.stopped is None:  # no lease is free for what makes it, or leads to it
             run.stopped = f"it waits for {result[1]} of {lacking[0]}, which is made again"
             effects = (*effects, StopTask(run.task, run.stopped, keep_lease=True))
         return ResourceLocation(not_yet=NotYet(task=lacking[0], retry_ms=round(RETRY * 1000))), effects
@@ -652,11 +650,11 @@ class TasksOperator(base.Operator):
         can_push = all(part.holder is not None and part.holder != consumer for part in parts)
         wants_push = number < _MAX_DELIVERIES and (self.graph.job.transfer == "push") is (number % 2 == 0)
         if not (can_push and wants_push and any(part.output.files for part in parts)):
-            return result_locations.to_pull(parts, self.context.scheduler)
+            return answer_to_pull(parts, self.context.scheduler)
         job, attempt = self.context.job_id, run.task.attempt
         delivery = uuid.uuid5(job, f"{run.instance.name}/{attempt}/{resource}/{number}")
         tag = f"{_PUSH}:{run.task.lease.id}:{attempt}:{resource}"
-        answer, messages = result_locations.to_push(parts, job, delivery, consumer, tag)
+        answer, messages = answer_to_push(parts, job, delivery, consumer, tag)
         self._others += messages
         return answer
 
@@ -692,6 +690,9 @@ class TasksOperator(base.Operator):
             self._others += self.collection.start(self.instances.by_name)
             self._end_if_done(now)
             self._release_some(now)
+        return self._take_effects()
+
+    def _take_effects(self) -> Effects:
         effects = (*self._starts, *self._records, *self._others)
         self._starts, self._records, self._others = [], [], []
         return effects
@@ -719,7 +720,7 @@ class TasksOperator(base.Operator):
         result = (resource.result.task, resource.result.output)
         if len(self.graph.tasks[result[0]].names) > _MAX_LOCATED:  # do not look at all of them for each attempt
             return None
-        return result_locations.to_pull(self._parts(result), self.context.scheduler).pull
+        return answer_to_pull(self._parts(result), self.context.scheduler).pull
 
     def _parts(self, result: Result) -> list[MadeOutput]:
         return [stored for key in self.instances.keys(result) if (stored := self.holders.get(key)) is not None]
@@ -727,14 +728,12 @@ class TasksOperator(base.Operator):
     def _release_some(self, now: float) -> None:
         """Have outputs removed if there are many, or some have waited."""
         count, size = self.holders.releasable
-        if count and (count >= _RELEASE_AT_ONCE or size >= _RELEASE_AT_ONCE_BYTES or self._is_release_due(now)):
+        is_due = self._release_at is not None and self._release_at <= now
+        if count and (count >= _RELEASE_AT_ONCE or size >= _RELEASE_AT_ONCE_BYTES or is_due):
             self._release()
         elif count and self._release_at is None:
             self._release_at = now + _RELEASE_DELAY
             self._set_deadline(self._release_at)
-
-    def _is_release_due(self, now: float) -> bool:
-        return self._release_at is not None and self._release_at <= now
 
     def _release(self) -> None:
         self._release_at = None
@@ -765,6 +764,4 @@ class TasksOperator(base.Operator):
 
     def _fail(self, failure: str) -> Effects:
         self._fail_later(failure)
-        effects = (*self._starts, *self._records, *self._others)
-        self._starts, self._records, self._others = [], [], []
-        return effects
+        return self._take_effects()

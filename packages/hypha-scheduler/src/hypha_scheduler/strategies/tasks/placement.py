@@ -111,7 +111,7 @@ class Placement:
 
     def _counts(self) -> dict[Role, int]:
         ready, running = self.instances.ready, self.instances.running
-        left = self.graph.job.workers - self.instances.running_total
+        left = self.graph.job.workers - running.total()
         idle = [held for held in self.leases.values() if held.instance is None and not held.is_surplus]
         draining = [held.lease.role for held in idle if held.is_draining]
         counts = {}
@@ -150,20 +150,19 @@ class Placement:
 
     def _has_choice(self, instance: Instance) -> bool:
         """Return whether a worker is held, perhaps busy, that an instance does not avoid."""
-        role = instance.task.role.name
-        return any(
-            not self._avoids(instance, held.lease.peer)
-            for held in self.leases.values()
-            if held.lease.role == role and not held.is_draining and not held.is_surplus
-        )
+        return any(not self._avoids(instance, peer) for peer in self._held_peers(instance.task.role.name))
+
+    def _held_peers(self, role: str) -> Iterator[PeerId]:
+        """Yield the workers that are held, perhaps busy, and neither drain nor are released."""
+        for held in self.leases.values():
+            if held.lease.role == role and not held.is_draining and not held.is_surplus:
+                yield held.lease.peer
 
     def holds_proven(self, role: str) -> bool:
         """Return whether a worker is held, and not excluded, that has finished an instance of a role."""
         return any(
-            self.avoidance.is_proven(role, held.lease.peer)
-            and not self.avoidance.is_excluded(role, held.lease.peer, self.now)
-            for held in self.leases.values()
-            if held.lease.role == role and not held.is_draining and not held.is_surplus
+            self.avoidance.is_proven(role, peer) and not self.avoidance.is_excluded(role, peer, self.now)
+            for peer in self._held_peers(role)
         )
 
     def _may_start(self, instance: Instance, peer: PeerId) -> bool:
@@ -200,16 +199,9 @@ class Placement:
         excluded = self.avoidance.excluded(role.name, self.now)
         wary = self._ready_wary(role.name)
         stuck = {found.name: excluded | found.failed_at for found in wary if not self._has_choice(found)}
-        if excluded and self.instances.ready[role] > len(wary) and not self._holds_other_than(role, excluded):
+        if excluded and self.instances.ready[role] > len(wary) and excluded.issuperset(self._held_peers(role.name)):
             stuck[_ANY] = excluded
         return stuck
-
-    def _holds_other_than(self, role: Role, peers: frozenset[PeerId]) -> bool:
-        return any(
-            held.lease.peer not in peers and not held.is_draining and not held.is_surplus
-            for held in self.leases.values()
-            if held.lease.role == role.name
-        )
 
     # --------------------------------------------------------------------------------------------------------- starts
 
@@ -239,7 +231,7 @@ class Placement:
             free = [held for held in self._usable(now) if held.is_surplus is use_surplus]
             for local in (True, False):
                 for held in free:
-                    if not self.instances.ready_total or self.instances.running_total >= self.graph.job.workers:
+                    if not self.instances.ready.total() or self.instances.running.total() >= self.graph.job.workers:
                         return
                     if held.instance is None and (instance := self._next(held.lease, local)) is not None:
                         held.instance = instance

@@ -18,7 +18,7 @@ from hypha_scheduler.strategies.tasks import records
 from hypha_scheduler.strategies.tasks.config import HuggingFaceTable, PeersTable, TasksJob, UriTable
 from hypha_scheduler.strategies.tasks.graph import TaskGraph
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
-from hypha_scheduler.strategies.tasks.output_collection import copies_of_hubs, remove_copies, remove_incomplete
+from hypha_scheduler.strategies.tasks.outputs import copies_of_hubs, remove_copies, remove_incomplete
 
 
 class TasksStrategy:
