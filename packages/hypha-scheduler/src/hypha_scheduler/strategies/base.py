@@ -28,49 +28,11 @@ from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.texts import quote
 from hypha_proto.training_reports import ReportAnswer, ReportError, TrainingReport
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
-from hypha_scheduler.allocation.auction import RoleRequest
-from hypha_scheduler.datasets.dataset import DatasetView
-from hypha_scheduler.jobs.artifacts import Artifact
+from hypha_scheduler.allocation.auction import RoleRequest as RoleRequest
+from hypha_scheduler.datasets.dataset import DatasetView as DatasetView
+from hypha_scheduler.jobs.artifacts import Artifact as Artifact
 from hypha_scheduler.jobs.config import ArtifactTable, DatasetTable, JobTable
 from hypha_scheduler.jobs.source_tables import S3Table
-
-__all__ = [
-    "CANCEL",
-    "Artifact",
-    "DatasetView",
-    "Effect",
-    "Effects",
-    "EmitEvent",
-    "EndJob",
-    "JobContext",
-    "Lease",
-    "Operator",
-    "PostMetric",
-    "PushTarget",
-    "RetryAfter",
-    "RoleRequest",
-    "RunInBackground",
-    "SendCommand",
-    "SendMessage",
-    "SliceRefusedError",
-    "SliceToUse",
-    "StartTask",
-    "StopTask",
-    "Strategy",
-    "StrategyMethod",
-    "TaskDraining",
-    "TaskEnded",
-    "TaskNotStarted",
-    "TaskProgressed",
-    "TaskReady",
-    "TaskRef",
-    "TaskStarted",
-    "TaskState",
-    "TaskUpdate",
-    "TrafficCounts",
-    "WriteJournal",
-]
-
 
 CANCEL: Final = "cancel"
 """Command that ends a job."""
