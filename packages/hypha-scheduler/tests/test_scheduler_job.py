@@ -73,7 +73,7 @@ from hypha_proto.training_reports import (
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.allocation.auction import DECISION_WINDOW
-from hypha_scheduler.audit.diloco import audit
+from hypha_scheduler.audit import audit
 from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.jobs.config import StartModelTable
 from hypha_scheduler.jobs.context import JobHost

@@ -15,12 +15,11 @@ from typing import Any, Final, NamedTuple
 from hypha_proto.errors import TensorFileError
 from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.texts import quote
-from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
+from hypha_scheduler.audit.job_directory import Findings, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
 START_MODEL: Final = "start-model"
 """Directory of the start model, in the job's directory."""
-_TYPE: Final = "diloco"
 _ALL: Final = 2**63 - 1
 """End of a range that means all samples of a slice of unknown size."""
 
@@ -129,24 +128,18 @@ class _Journal:
     """Digests of the rounds, in the order of their records."""
 
 
-def audit(directory: Path) -> DilocoFindings:
-    """Audit the files of a DiLoCo job; of one that runs, those of the rounds so far.
+def audit(directory: Path, records: Sequence[Mapping[str, Any]]) -> DilocoFindings:
+    """Audit the files of a DiLoCo job, whose journal has these records.
 
     Raises:
-        NoAuditError: the directory holds no journal of a DiLoCo job, or a file cannot be read.
+        OSError: a file cannot be read.
     """
-    records, kind = read_records(directory)
-    if kind != _TYPE:
-        raise NoAuditError(f"{directory}: the job is of type {kind!r}, not {_TYPE!r}")
     findings = DilocoFindings()
-    try:
-        rounds = audit_records(records, _samples(directory, records, findings), findings)
-        _audit_start_model(directory, records, findings)
-        _audit_weights(directory, findings)
-        findings.keeps_updates = _keeps_updates(records)
-        _audit_rounds(directory, _audit_updates(directory, rounds, findings), findings)
-    except OSError as error:
-        raise NoAuditError(str(error)) from None
+    rounds = audit_records(records, _samples(directory, records, findings), findings)
+    _audit_start_model(directory, records, findings)
+    _audit_weights(directory, findings)
+    findings.keeps_updates = _keeps_updates(records)
+    _audit_rounds(directory, _audit_updates(directory, rounds, findings), findings)
     return findings
 
 

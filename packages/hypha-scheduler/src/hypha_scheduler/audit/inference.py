@@ -7,7 +7,7 @@ calls it at the end of a job.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +15,9 @@ from typing import Any, Final
 from hypha_net.transfer.io.integrity import ContentVerifier
 from hypha_proto.datasets import MANIFEST
 from hypha_proto.texts import quote
-from hypha_scheduler.audit.job_directory import Findings, NoAuditError, read_records, read_samples
+from hypha_scheduler.audit.job_directory import Findings, read_samples
 from hypha_scheduler.jobs.journal import JOURNAL
 
-_TYPE: Final = "inference"
 _RESULTS: Final = "results"
 _INCOMING: Final = "incoming"
 
@@ -44,24 +43,18 @@ class InferenceFindings(Findings):
         return f"{found}, {self.errors} of them an error; {state}"
 
 
-def audit(directory: Path) -> InferenceFindings:
-    """Audit the files of an inference job; a slice without a part is a fault, too.
+def audit(directory: Path, records: Sequence[Mapping[str, Any]]) -> InferenceFindings:
+    """Audit the files of an inference job, whose journal has these records; a slice without a part is a fault, too.
 
     Raises:
-        NoAuditError: the directory holds no journal of an inference job, or a file cannot be read.
+        OSError: a file cannot be read.
     """
-    records, kind = read_records(directory)
-    if kind != _TYPE:
-        raise NoAuditError(f"{directory}: the job is of type {kind!r}, not {_TYPE!r}")
     findings = InferenceFindings()
-    try:
-        begin = next((record for record in records if record.get("record") == _TYPE), {})
-        expected = _expected_rows(directory, begin, findings)
-        parts = _parts(records, len(expected), findings)
-        found = {index: _audit_part(directory, record, expected, findings) for index, record in parts.items()}
-        _audit_results(directory, expected, parts, findings)
-    except OSError as error:
-        raise NoAuditError(str(error)) from None
+    begin = next((record for record in records if record.get("record") == "inference"), {})
+    expected = _expected_rows(directory, begin, findings)
+    parts = _parts(records, len(expected), findings)
+    found = {index: _audit_part(directory, record, expected, findings) for index, record in parts.items()}
+    _audit_results(directory, expected, parts, findings)
     for index, rows in expected.items():
         if index not in parts:
             findings.add(f"slice {index}: its {rows} rows have no result; resume the job")
@@ -80,9 +73,11 @@ def _expected_rows(directory: Path, begin: Mapping[str, Any], findings: Inferenc
     return expected
 
 
-def _parts(records: list[dict[str, Any]], slices: int, findings: InferenceFindings) -> dict[int, dict[str, Any]]:
+def _parts(
+    records: Sequence[Mapping[str, Any]], slices: int, findings: InferenceFindings
+) -> dict[int, Mapping[str, Any]]:
     """Return the record of each slice's part."""
-    parts: dict[int, dict[str, Any]] = {}
+    parts: dict[int, Mapping[str, Any]] = {}
     for record in records:
         if record.get("record") != "part":
             continue

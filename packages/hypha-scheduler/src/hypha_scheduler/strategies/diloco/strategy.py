@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +18,13 @@ from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.job_membership import JOIN_ROUND, RoundToJoin
 from hypha_proto.replay_plan import ReplayPlan
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown
-from hypha_scheduler.audit import NoAuditError
-from hypha_scheduler.audit.diloco import audit
+from hypha_scheduler.audit import prove
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining, restore
-from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.strategies.diloco.result_model import UPDATES, ResultModel
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, TrainingData
 from hypha_scheduler.strategies.diloco.specs import outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
@@ -50,35 +49,29 @@ class DilocoStrategy:
         ),
     )
 
-    def open(
+    @asynccontextmanager
+    async def open(
         self, job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
-    ) -> AbstractAsyncContextManager[Operator]:
+    ) -> AsyncIterator[Operator]:
         """Find the dataset and make the start model available; go on after the last recorded round of `journal`.
 
         Raises:
             JobFailedError: the dataset or the model was not found, or is another one than the journal's; or the weights
                 after its last round are missing or damaged.
         """
-        return _open(job, context, journal)
+        began = anyio.current_time()
+        restored = restore(journal)
+        await anyio.Path(context.directory / UPDATES).mkdir(exist_ok=True)
+        data = await _prepare(job, context, restored)
+        data.result.note_good(restored.losses.good)
+        await anyio.to_thread.run_sync(data.result.restore, restored.closed, restored.weights)
+        yield DilocoOperator(job, context, data, restored, began)
 
     def plan_replay(self, directory: Path, records: Sequence[Mapping[str, Any]], options: ReplayOptions) -> ReplayPlan:
         """See `strategies.replayable.Replayable`."""
         from hypha_scheduler.strategies.diloco.replay_plan import plan_replay  # imported late: jobs do not need it
 
         return plan_replay(directory, records, options)
-
-
-@asynccontextmanager
-async def _open(
-    job: DilocoJobConfig, context: JobContext, journal: Sequence[Mapping[str, Any]]
-) -> AsyncIterator[Operator]:
-    began = anyio.current_time()
-    restored = restore(journal)
-    await anyio.Path(context.directory / "updates").mkdir(exist_ok=True)
-    data = await _prepare(job, context, restored)
-    data.result.note_good(restored.losses.good)
-    await anyio.to_thread.run_sync(data.result.restore, restored.closed, restored.weights)
-    yield DilocoOperator(job, context, data, restored, began)
 
 
 async def _prepare(job: DilocoJobConfig, context: JobContext, restored: RestoredTraining) -> TrainingData:
@@ -108,7 +101,7 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
     digest = await anyio.to_thread.run_sync(digest_directory, result.start_dir)
     data = TrainingData(
         dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation, manifest,
-        digest, partial(_prove, context.directory),
+        digest, partial(anyio.to_thread.run_sync, prove, context.directory, "rounds"),
     )  # fmt: skip
     _check_unchanged(JobBuilder(job, context, data, restored))
     return data
@@ -135,20 +128,6 @@ async def _open_dataset(
                 f"{digest}, and had {restored.began.manifest} when the job began; offer the dataset as it was"
             )
     return dataset, digest
-
-
-async def _prove(directory: Path) -> None:
-    """Audit a job whose rounds are all committed.
-
-    Raises:
-        JobFailedError: the audit has found something wrong.
-    """
-    try:
-        found = await anyio.to_thread.run_sync(audit, directory)
-    except NoAuditError as error:
-        raise JobFailedError(f"the audit of the rounds has failed: {error}") from None
-    if found.faults:
-        raise JobFailedError("\n".join([f"{directory}: the audit of the rounds has failed:", *found.faults]))
 
 
 def _file_digest(path: Path) -> str | None:
