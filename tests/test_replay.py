@@ -70,9 +70,7 @@ from hypha_scheduler.cli import main
 from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.replay import plan_replay
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
-from hypha_scheduler.strategies.diloco.records import round_record
-from hypha_scheduler.strategies.diloco.result_model import Advance
+from hypha_scheduler.strategies.diloco.records import ContributedRecord, UnusedRecord, round_record
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleSpan
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
@@ -222,7 +220,7 @@ class Scheduler:
         self.weights: dict[int, str] = {}
         self.records: list[Mapping[str, Any]] = []
         self._model = GlobalModel(directory / "start-model", directory / "outer-state", outer_optimizer(job))
-        self._unused: list[UnusedUpdate] = []
+        self._unused: list[UnusedRecord] = []
         self.term = 0
         self._begin_round(1)
 
@@ -283,20 +281,24 @@ class Scheduler:
             UpdateMetadata(round=number, statistics=metadata.statistics),
         )
         state = self._model.add(self.update_of(number), number)
-        advance = Advance(state.before, state.weights, state.update)
-        record = round_record(number, self.term, updates, self._unused, advance, 1.0)
+        record = round_record(number, self.term, updates, self._unused, state, 1.0)
         self.records.append({"record": record.kind, **record.fields})
         peer = self.script.late[1]
         late = self.stated[number].get(peer) if number == self.script.late[0] else None
-        self._unused = [] if late is None else [UnusedUpdate(PEERS[peer], "it came late", _spans(late[1]), late[1])]
+        self._unused = []
+        if late is not None:
+            ranges = _spans(late[1])
+            self._unused = [UnusedRecord(peer=PEERS[peer], why="it came late", ranges=ranges, contribution=late[1])]
         self.weights[number] = state.weights
         self._begin_round(number + 1)
         self.arrived[number].set()
 
-    def _member(self, number: int, member: int, stated: Contribution) -> MemberUpdate:
-        spans = _spans(stated)
-        samples = sum(span.end - span.first for span in spans)
-        return MemberUpdate(PEERS[member], number, samples, stated.batches, spans, stated.update, stated)
+    def _member(self, number: int, member: int, stated: Contribution) -> ContributedRecord:
+        ranges = _spans(stated)
+        return ContributedRecord(
+            worker=PEERS[member], round=number, samples=sum(each.samples for each in ranges), batches=stated.batches,
+            update=stated.update, ranges=ranges, contribution=stated,
+        )  # fmt: skip
 
 
 def _spans(stated: Contribution) -> tuple[SampleSpan, ...]:

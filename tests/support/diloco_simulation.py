@@ -19,6 +19,7 @@ from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import ChangeServer, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.contributions import AwaitCommit, CommitStatus, Contribution, SampleRange, StateContribution
 from hypha_proto.datasets import SAFETENSORS
+from hypha_proto.global_model import RoundState
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_proto.job_spec import One, PeersReference
@@ -53,7 +54,6 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 from hypha_scheduler.strategies.diloco.restore import restore
-from hypha_scheduler.strategies.diloco.result_model import Advance
 from hypha_scheduler.strategies.diloco.running_job import TrainingData
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(1, 9)]
@@ -140,13 +140,13 @@ class FakeResult:
     async def discard(self, update: Path) -> None:
         """Delete nothing: there are no files, and a thread would run beside the virtual clock."""
 
-    async def advance(self, update: Path, round_number: int) -> Advance:
+    async def advance(self, update: Path, round_number: int) -> RoundState:
         if self.errors:
             raise self.errors.pop()
         before = self.advanced.get(round_number - 1) or self.weights or START
         self.advanced[round_number] = digest_of(before, self.updates[update])
         self.updates[self._update_of(self.advanced[round_number])] = self.updates[update]
-        return Advance(before, self.advanced[round_number], self.updates[update])
+        return RoundState(round_number, before, self.advanced[round_number], None, self.updates[update])
 
     async def commit(self, round_number: int) -> None:
         assert round_number == self.round + 1

@@ -12,8 +12,8 @@ from hypha_proto.contributions import Contribution, SampleRange, StateContributi
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import BatchDone, Continue, Done, ScheduleUpdate
 from hypha_scheduler.strategies.base import EmitEvent
-from hypha_scheduler.strategies.diloco.contributions import Contributed
 from hypha_scheduler.strategies.diloco.events import continued_event, late_event, suspected_event
+from hypha_scheduler.strategies.diloco.records import ContributedRecord
 from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
     Effect,
@@ -323,7 +323,7 @@ def announce_and_lose(state: TrainingState) -> None:
     used = {peer: train(state, peer, 0.0) for peer in (A, B)}
     for peer, name in ((A, "a"), (B, "b")):
         effects = state.state_contribution(peer, statement(1, used[peer], name), None, 2.0)[1]
-    assert [type(effect) for effect in effects] == [Contributed, AnnounceRound]
+    assert [type(effect) for effect in effects] == [ContributedRecord, AnnounceRound]
     state.worker_lost(B, "power", 3.0)
     state.worker_added(B, 4.0)
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support.diloco_simulation import PEERS, SERVER, FakeContext, FakeDataset, job_table
 
 from hypha_proto.contributions import OPTIMIZER_KEPT, Contribution, SampleRange
+from hypha_proto.global_model import RoundState
 from hypha_proto.ids import PeerId
 from hypha_proto.safetensors_io import TensorFileWriter, TensorInfo
 from hypha_proto.update_file import UpdateMetadata, write_update
@@ -26,17 +27,17 @@ from hypha_scheduler.jobs.artifacts import Artifact, ArtifactCopies
 from hypha_scheduler.jobs.config import ArtifactTable, StartModelTable
 from hypha_scheduler.jobs.journal import Journal, read_journal
 from hypha_scheduler.strategies.base import DatasetView, Lease, WriteJournal
-from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import (
     AnnouncedRecord,
     BeganRecord,
+    ContributedRecord,
     TermRecord,
-    contributed_record,
+    UnusedRecord,
     round_record,
     write_record,
 )
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining, restore
-from hypha_scheduler.strategies.diloco.result_model import Advance, ResultModel
+from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.sample_ledger import LedgerFullError, SampleLedger, SampleSpan
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, outer_optimizer
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
@@ -69,8 +70,8 @@ class Run:
         self.closed = 0
         self.used: list[SampleSpan] = []
         self.samples: Counter[PeerId] = Counter()
-        self.open: dict[PeerId, MemberUpdate] = {}
-        self.unused: list[UnusedUpdate] = []
+        self.open: dict[PeerId, ContributedRecord] = {}
+        self.unused: list[UnusedRecord] = []
         self.lost: set[PeerId] = set()
         self.journal.record("accepted", job={"type": "diloco"})
         self.write(write_record(BEGAN))
@@ -124,13 +125,16 @@ class Run:
             ranges=tuple(SampleRange(epoch=s.epoch, slice=s.index, first=s.first, end=s.end) for s in taken),
             update=update,
         )  # fmt: skip
-        self.open[peer] = MemberUpdate(peer, number, samples, 2, taken, update, stated if count % 2 else None)
-        self.write(contributed_record(self.open[peer]))
+        self.open[peer] = ContributedRecord(
+            worker=peer, round=number, samples=samples, batches=2, update=update, ranges=taken,
+            contribution=stated if count % 2 else None,
+        )  # fmt: skip
+        self.write(write_record(self.open[peer]))
 
     def withdraw(self, peer: PeerId, why: str) -> None:
         self.ledger.withdraw(peer, self.closed + 1)
         gone = self.open.pop(peer)
-        self.unused.append(UnusedUpdate(peer, why, gone.spans, gone.stated))
+        self.unused.append(UnusedRecord(peer=peer, why=why, ranges=gone.ranges, contribution=gone.contribution))
 
     def restart(self, kept: list[PeerId]) -> None:
         """Go on with the state of the journal and these workers; what the others have is lost."""
@@ -138,11 +142,7 @@ class Run:
         self.ledger = SampleLedger(SIZES, SEED)
         restored.restore_ledger(self.ledger, kept)
         self.lost.update(set(WORKERS) - set(kept))
-        self.open = {
-            peer: MemberUpdate(peer, r.round, r.samples, r.batches, r.spans, r.update, r.contribution)
-            for peer, r in restored.contributed.items()
-            if peer in kept
-        }
+        self.open = {peer: record for peer, record in restored.contributed.items() if peer in kept}
         self.unused = []
 
     def announce(self) -> None:
@@ -155,11 +155,11 @@ class Run:
         self.ledger.commit(number, self.open)
         updates = list(self.open.values())
         before, after = digest(f"w{self.closed}"), digest(f"w{number}")
-        advance = Advance(before=before, weights=after, update=digest(f"u{number}"))
-        self.write(round_record(number, 1, updates, self.unused, advance, 1 / number))
+        state = RoundState(number, before, after, None, digest(f"u{number}"))
+        self.write(round_record(number, 1, updates, self.unused, state, 1 / number))
         for update in updates:
-            self.samples[update.peer] += update.samples
-            self.used += update.spans
+            self.samples[update.worker] += update.samples
+            self.used += update.ranges
         self.closed, self.open, self.unused = number, {}, []
 
 
@@ -195,7 +195,7 @@ def check_restored(run: Run, restored: RestoredTraining, ledger: SampleLedger) -
         contributed = ledger.contribution(peer, run.closed + 1) or ()
         everything.update([*held, *samples_of(contributed)])
         if peer in run.open:
-            assert contributed == run.open[peer].spans
+            assert contributed == run.open[peer].ranges
             assert restored.contributed[peer].update == run.open[peer].update
         assert set(held) >= set(samples_of(run.ledger.held_by(peer)))
         if not run.unused and peer not in run.lost:  # those are in no record
@@ -255,7 +255,7 @@ def test_a_refused_update_has_gone_back_after_a_restart(
         else:
             taken = run.ledger.contribute(A, 1, [SampleSpan(span.epoch, span.index, 0, 3)])
             run.ledger.withdraw(A, 1)
-            run.unused.append(UnusedUpdate(A, "refused", taken, None))
+            run.unused.append(UnusedRecord(peer=A, why="refused", ranges=taken, contribution=None))
         if is_assigned_again:
             run.assign(A)
         run.commit()
@@ -283,7 +283,7 @@ def test_a_worker_keeps_what_the_journal_lost_the_assignment_of(tmp_path: Path) 
     ledger = SampleLedger(SIZES, SEED)
     restored = restore(records)
     restored.restore_ledger(ledger, WORKERS)
-    assert ledger.contribution(A, 1) == restored.contributed[A].spans
+    assert ledger.contribution(A, 1) == restored.contributed[A].ranges
 
 
 def test_a_journal_of_another_dataset_is_refused(tmp_path: Path) -> None:

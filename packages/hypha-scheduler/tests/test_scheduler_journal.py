@@ -20,6 +20,7 @@ import pytest
 from hypha_net.node.config.loader import load_config
 from hypha_net.node.lifecycle import Node
 from hypha_net.testing import MemoryNetwork
+from hypha_proto.global_model import RoundState
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.events import RETRY_INTERVAL, EndRecord, EndRecorder, EventFile, JobEvents
@@ -27,7 +28,6 @@ from hypha_scheduler.jobs.journal import Journal, check_names, read_journal
 from hypha_scheduler.jobs.unfinished import MAX_NAMED, find_unfinished, log_unfinished
 from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.diloco.records import round_record
-from hypha_scheduler.strategies.diloco.result_model import Advance
 
 
 def test_truncated_last_line_is_skipped_and_cut_when_the_file_is_opened_again(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def running_job(runs: Path, rounds: int) -> Iterator[tuple[uuid.UUID, JobEvents]
     with JobEvents(job_id, runs / str(job_id)) as report:
         report.accepted({"dataset": "digits"})
         for number in range(1, rounds + 1):
-            advance = Advance("blake3:" + "0" * 64, "blake3:" + "1" * 64, "blake3:" + "2" * 64)
-            record = round_record(number, 1, [], [], advance, 0.5)
+            state = RoundState(number, *("blake3:" + digit * 64 for digit in "0132"))
+            record = round_record(number, 1, [], [], state, 0.5)
             report.journal.append(record.kind, **record.fields)
         yield job_id, report
 

@@ -20,7 +20,7 @@ import pytest
 from support.waiting import run
 
 from hypha_proto.file_digests import digest_directory, digest_file
-from hypha_proto.global_model import MOMENTUM, WEIGHTS, GlobalModel
+from hypha_proto.global_model import MOMENTUM, WEIGHTS, GlobalModel, RoundState
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.safetensors_io import Array, Float32Array, TensorFile, TensorFileWriter, TensorInfo, from_float
 from hypha_proto.update_file import UpdateMetadata, write_update
@@ -28,7 +28,7 @@ from hypha_proto.weights_digest import digest_weights
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import write_result
 from hypha_scheduler.strategies.diloco.evaluations import Evaluations, WeightsQuality
-from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, Advance, ResultModel, UpdateFileError
+from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, ResultModel, UpdateFileError
 
 OUTER = Nesterov(learning_rate=0.7, momentum=0.9)
 
@@ -65,7 +65,7 @@ def weights(path: Path | None) -> list[float]:
         return values
 
 
-async def take(result: ResultModel, number: int) -> Advance:
+async def take(result: ResultModel, number: int) -> RoundState:
     """Advance and commit a round."""
     advance = await result.advance(update(result.directory, number), number)
     await result.commit(number)
@@ -248,13 +248,13 @@ def faulty(disk: FaultyDisk, *operations: str) -> Iterator[None]:
         yield
 
 
-def killed_at(directory: Path, at: int, keep: bool) -> tuple[int, dict[int, Advance], bool]:
+def killed_at(directory: Path, at: int, keep: bool) -> tuple[int, dict[int, RoundState], bool]:
     """Take rounds until operation `at`, at which the program is killed.
 
     Returns:
         The last round whose record is on disk, what each advance gave, and whether the program was killed.
     """
-    recorded, advances = 0, dict[int, Advance]()
+    recorded, advances = 0, dict[int, RoundState]()
     disk = FaultyDisk(at, KilledError(), dies=True)
 
     async def case() -> None:
@@ -345,7 +345,7 @@ def test_a_full_disk_leaves_nothing_of_a_round_which_can_be_repeated(tmp_path: P
 # ------------------------------------------------------------------------------------------------------------- restore
 
 
-async def interrupted(directory: Path) -> Advance:
+async def interrupted(directory: Path) -> RoundState:
     result = ResultModel(directory, OUTER)
     await take(result, 1)
     return await take(result, 2)

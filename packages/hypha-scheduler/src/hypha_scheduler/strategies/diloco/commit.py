@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
@@ -19,7 +19,11 @@ from hypha_proto.contributions import AwaitCommit, CommitStatus
 from hypha_scheduler.errors import lacks_room, waits_for_room
 from hypha_scheduler.jobs.effect_queue import ROOM_INTERVAL
 from hypha_scheduler.strategies.base import RetryAfter
-from hypha_scheduler.strategies.diloco.result_model import Advance, ResultModel
+from hypha_scheduler.strategies.diloco.restore import CommittedRound
+from hypha_scheduler.strategies.diloco.result_model import ResultModel
+
+if TYPE_CHECKING:
+    from hypha_proto.global_model import RoundState
 
 PAUSED: Final = "paused"
 """Notice that the disk has no room for the weights of a round; its message is the reason."""
@@ -34,16 +38,6 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedRound:
-    """Digests in the record of a round."""
-
-    update: str
-    """Of the outer update."""
-    weights: str
-    """Of the global weights after it."""
-
-
 @dataclass(slots=True)
 class RoundCommits:
     """The committed rounds of one job, and the one that is about to be."""
@@ -53,7 +47,7 @@ class RoundCommits:
     """Called with `PAUSED` and `CONTINUED`."""
     rounds: dict[int, CommittedRound]
     """Recorded rounds by their numbers."""
-    _advance: tuple[int, int, Advance] | None = None
+    _advance: tuple[int, int, RoundState] | None = None
     """Term and number of the round whose weights are on disk, and which is not recorded."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
     _changed: anyio.Event | None = None
@@ -126,13 +120,13 @@ class RoundCommits:
         if self._changed is not None:
             self._changed.set()
 
-    def record(self, number: int, term: int) -> Advance | None:
+    def record(self, number: int, term: int) -> RoundState | None:
         """Take the round whose weights are on disk into the record; None if it is there already."""
         if number in self.rounds or self._advance is None or self._advance[:2] != (term, number):
             return None
-        advance, self._advance = self._advance[2], None
-        self.rounds[number] = CommittedRound(advance.update, advance.weights)
-        return advance
+        state, self._advance = self._advance[2], None
+        self.rounds[number] = CommittedRound(state.update, state.weights)
+        return state
 
     async def commit(self, number: int) -> None:
         """Make the weights after a recorded round those of the job, waiting for room if there is none.

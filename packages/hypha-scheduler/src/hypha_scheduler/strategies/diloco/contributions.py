@@ -14,44 +14,11 @@ from typing import Final
 from hypha_proto.contributions import MAX_RANGES, OPTIMIZER_KEPT, OPTIMIZER_RESET, Contribution, StateContribution
 from hypha_proto.ids import PeerId
 from hypha_proto.texts import quote
+from hypha_scheduler.strategies.diloco.records import ContributedRecord, UnusedRecord
 from hypha_scheduler.strategies.diloco.sample_ledger import ALL, SampleSpan
 
 MAX_REFUSALS: Final = 3
 """Number of refused updates with which a worker is excluded from the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberUpdate:
-    """Update of a worker in a round."""
-
-    peer: PeerId
-    round: int
-    samples: int
-    """Number of samples: its weight in the mean."""
-    batches: int
-    spans: tuple[SampleSpan, ...]
-    """Samples that it was computed from; if they are not stated, those that were handed out and reported."""
-    update: str | None = None
-    """Digest of the file; None if its worker did not state it."""
-    stated: Contribution | None = None
-    """Statement of its executor; None if it made none."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnusedUpdate:
-    """Update, or statement of one, that is part of no round."""
-
-    peer: PeerId
-    why: str
-    spans: tuple[SampleSpan, ...]
-    stated: Contribution | None
-
-
-@dataclass(frozen=True, slots=True)
-class Contributed:
-    """Effect: record the update of a worker before anybody hears of it."""
-
-    update: MemberUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +37,15 @@ class Contributions:
 
     refusals: Counter[PeerId] = field(default_factory=Counter)
     """Number of refused updates of each worker."""
-    _updates: dict[tuple[int, PeerId], MemberUpdate] = field(default_factory=dict)
+    _updates: dict[tuple[int, PeerId], ContributedRecord] = field(default_factory=dict)
     _refused: set[tuple[int, PeerId]] = field(default_factory=set)
-    _unused: list[UnusedUpdate] = field(default_factory=list)
+    _unused: list[UnusedRecord] = field(default_factory=list)
 
-    def add(self, update: MemberUpdate) -> None:
+    def add(self, update: ContributedRecord) -> None:
         """Add the update of a worker, in place of an earlier one of the round."""
-        self._updates[update.round, update.peer] = update
+        self._updates[update.round, update.worker] = update
 
-    def get(self, peer: PeerId, number: int) -> MemberUpdate | None:
+    def get(self, peer: PeerId, number: int) -> ContributedRecord | None:
         """Return the update of a worker in a round; None if it has none that may count."""
         return self._updates.get((number, peer))
 
@@ -107,13 +74,13 @@ class Contributions:
     def discard(self, peer: PeerId, number: int, why: str) -> None:
         """Note that the update of a worker, if there is one, does not count."""
         if (found := self._updates.pop((number, peer), None)) is not None:
-            self.note_unused(UnusedUpdate(peer, why, found.spans, found.stated))
+            self.note_unused(UnusedRecord(peer=peer, why=why, ranges=found.ranges, contribution=found.contribution))
 
-    def note_unused(self, update: UnusedUpdate) -> None:
+    def note_unused(self, update: UnusedRecord) -> None:
         """Note an update that does not count, for the next record."""
         self._unused.append(update)
 
-    def close(self, number: int, members: Collection[PeerId], why: str) -> list[MemberUpdate]:
+    def close(self, number: int, members: Collection[PeerId], why: str) -> list[ContributedRecord]:
         """Return the updates of `members` in a round that is committed, in their order; all others do not count."""
         found = [self._updates.pop((number, peer)) for peer in members if (number, peer) in self._updates]
         for earlier, peer in [key for key in self._updates if key[0] <= number]:
@@ -121,7 +88,7 @@ class Contributions:
         self._refused = {key for key in self._refused if key[0] > number}
         return found
 
-    def take_unused(self) -> list[UnusedUpdate]:
+    def take_unused(self) -> list[UnusedRecord]:
         """Return the updates that do not count, of which each is returned once."""
         unused, self._unused = self._unused, []
         return unused

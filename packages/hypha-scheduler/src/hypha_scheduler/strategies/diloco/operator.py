@@ -48,9 +48,9 @@ from hypha_scheduler.strategies.base import (
     TrafficCounts,
 )
 from hypha_scheduler.strategies.diloco import training_state
-from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, CommittedRound, RoundCommits
+from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Contributed, Refused
+from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Refused
 from hypha_scheduler.strategies.diloco.events import (
     continued_event,
     measured_effects,
@@ -62,8 +62,8 @@ from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault,
 from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
 from hypha_scheduler.strategies.diloco.records import (
     AnnouncedRecord,
+    ContributedRecord,
     RefusedRecord,
-    contributed_record,
     round_record,
     write_record,
 )
@@ -140,9 +140,7 @@ class DilocoOperator(Operator):
         self._running: RunningJob | None = None
         self._membership: Membership
         self._handover: ServerHandover
-        self._commits = RoundCommits(
-            data.result, context.notify, {number: CommittedRound(*found) for number, found in restored.commits.items()}
-        )
+        self._commits = RoundCommits(data.result, context.notify, dict(restored.commits))
         self._files = OuterUpdateFiles(context.job_id, context.directory, data.result, self._commits)
         self._update_bytes = 0
         self._is_dispatched = False
@@ -546,8 +544,8 @@ class DilocoOperator(Operator):
         """Record the round, which commits it."""
         self._now = now
         running, number = self._running, header.round
-        advance = None if running is None or task != running.server else self._commits.record(number, running.term)
-        if running is None or advance is None:
+        state = None if running is None or task != running.server else self._commits.record(number, running.term)
+        if running is None or state is None:
             return ()
         gone = running.gone_members.pop(number, set())
         members = running.announcer.agreed_members(number, gone, header.samples or None)
@@ -556,7 +554,7 @@ class DilocoOperator(Operator):
         self._data.result.note_good(self._restored.losses.good)
         updates, unused = running.training.commit(number, members)
         self._update_bytes = self._data.result.update_bytes
-        record = round_record(number, running.term, updates, unused, advance, loss)
+        record = round_record(number, running.term, updates, unused, state, loss)
         states_term = header.term is not None
         closing = running.training.rounds.step_committed(number, now) if states_term else ()
         commit = RunInBackground(partial(self._commits.commit, number), _COMMIT)
@@ -649,8 +647,8 @@ class DilocoOperator(Operator):
                 return self._membership.release(peer, reason, self._now)
             case StepOverdue(_, reason):
                 return self._handover.replace(reason, self._now)
-            case Contributed(update):  # without terms, a worker may be ahead of the records
-                return (contributed_record(update),) if update.round == self._commits.last + 1 else ()
+            case ContributedRecord():  # without terms, a worker may be ahead of the records
+                return (write_record(effect),) if effect.round == self._commits.last + 1 else ()
             case Refused(peer, number):
                 dropped = self._running.training.rounds.is_dropped(peer, number)
                 record = RefusedRecord(worker=peer, round=number, reason=effect.reason, dropped=dropped)

@@ -17,9 +17,9 @@ The job runner writes those of what was handed out. Positions in a slice are tho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -27,26 +27,14 @@ from hypha_proto.contributions import Contribution
 from hypha_proto.ids import DIGEST, PeerId
 from hypha_proto.texts import quote
 from hypha_scheduler.strategies.base import WriteJournal
-from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
-from hypha_scheduler.strategies.diloco.result_model import Advance
-from hypha_scheduler.strategies.diloco.sample_ledger import ALL, SampleSpan
+from hypha_scheduler.strategies.diloco.sample_ledger import ALL, Count, Position, SampleSpan
 
-BEGAN: Final = "began"
-TERM: Final = "term"
-JOINED: Final = "joined"
-LEFT: Final = "left"
-ASSIGNED: Final = "assigned"
-CONTRIBUTED: Final = "contributed"
-REFUSED: Final = "refused"
-ANNOUNCED: Final = "announced"
-ROUND: Final = "round"
+if TYPE_CHECKING:
+    from hypha_proto.global_model import RoundState
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Position = Annotated[int, msgspec.Meta(ge=0, le=ALL)]
+
 _Number = Annotated[int, msgspec.Meta(ge=1)]
 _Digest = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST}$")]
-_Range = tuple[_Count, _Count, _Position, _Position]
-"""Epoch, slice, first position and position after the last."""
 
 
 class BeganRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +68,7 @@ class TermRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     server: PeerId
     workers: tuple[PeerId, ...] | None = None
     """Training workers of this run, in their order; None for those of `BeganRecord`."""
-    members: tuple[_Count, ...] | None = None
+    members: tuple[Count, ...] | None = None
     """Member numbers of `workers`; None for their positions."""
     scheduled_for: _Number | None = None
     """Number of workers that the learning-rate schedule is made for; None for that of `workers`."""
@@ -98,7 +86,7 @@ class JoinedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Record of a worker whose executor is started, or begins with a round."""
 
     worker: PeerId
-    member: _Count
+    member: Count
     round: _Number | None = None
     """Round with which its executor begins; None while it is only being started."""
 
@@ -115,10 +103,10 @@ class AssignedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: PeerId
     dataset: str
-    epoch: _Count
-    slice: _Count
-    first: _Position | None = None
-    end: _Position | None = None
+    epoch: Count
+    slice: Count
+    first: Position | None = None
+    end: Position | None = None
 
     def __post_init__(self) -> None:
         if self.span.samples <= 0:
@@ -133,19 +121,15 @@ class AssignedRecord(msgspec.Struct, frozen=True, kw_only=True):
 class _UpdateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What an update was computed from."""
 
-    ranges: tuple[_Range, ...]
+    ranges: tuple[SampleSpan, ...]
+    """Samples; if they are not stated, those that were handed out and reported."""
     contribution: Contribution | None
     """What the executor states; None if it states nothing."""
 
     def __post_init__(self) -> None:
         for number, each in enumerate(self.ranges):
-            if each[2] >= each[3]:
-                raise ValueError(f"ranges[{number}]: {list(each)} has no samples")
-
-    @property
-    def spans(self) -> tuple[SampleSpan, ...]:
-        """Return the samples."""
-        return tuple(SampleSpan(*each) for each in self.ranges)
+            if each.samples <= 0:
+                raise ValueError(f"ranges[{number}]: {list(msgspec.structs.astuple(each))} has no samples")
 
 
 class ContributedRecord(_UpdateRecord, frozen=True, kw_only=True):
@@ -153,10 +137,16 @@ class ContributedRecord(_UpdateRecord, frozen=True, kw_only=True):
 
     worker: PeerId
     round: _Number
-    samples: _Count
-    batches: _Count = 0
+    samples: Count
+    """Its weight in the mean."""
+    batches: Count = 0
     update: _Digest | None
     """Digest of the file; None if nobody has stated it."""
+
+    def as_member(self) -> MemberRecord:
+        """Return it as part of the record of its round."""
+        names = (name for name in MemberRecord.__struct_fields__ if name != "peer")
+        return MemberRecord(peer=self.worker, **{name: getattr(self, name) for name in names})
 
 
 class RefusedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +164,7 @@ class AnnouncedRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     round: _Number
     term: _Number
-    members: tuple[tuple[PeerId, _Count], ...]
+    members: tuple[tuple[PeerId, Count], ...]
     """Peer and number of samples of each."""
 
 
@@ -182,8 +172,8 @@ class MemberRecord(_UpdateRecord, frozen=True, kw_only=True):
     """A member of a committed round."""
 
     peer: PeerId
-    samples: _Count
-    batches: _Count
+    samples: Count
+    batches: Count
     update: _Digest | None
 
 
@@ -209,15 +199,15 @@ class RoundRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 KINDS: Final[Mapping[str, type[msgspec.Struct]]] = {
-    BEGAN: BeganRecord,
-    TERM: TermRecord,
-    JOINED: JoinedRecord,
-    LEFT: LeftRecord,
-    ASSIGNED: AssignedRecord,
-    CONTRIBUTED: ContributedRecord,
-    REFUSED: RefusedRecord,
-    ANNOUNCED: AnnouncedRecord,
-    ROUND: RoundRecord,
+    "began": BeganRecord,
+    "term": TermRecord,
+    "joined": JoinedRecord,
+    "left": LeftRecord,
+    "assigned": AssignedRecord,
+    "contributed": ContributedRecord,
+    "refused": RefusedRecord,
+    "announced": AnnouncedRecord,
+    "round": RoundRecord,
 }
 _NAMES: Final = {kind: name for name, kind in KINDS.items()}
 
@@ -241,44 +231,26 @@ def assigned_record(worker: PeerId, dataset: str, span: SampleSpan) -> WriteJour
     return write_record(given)
 
 
-def contributed_record(update: MemberUpdate) -> WriteJournal:
-    """Record the update of a worker, before it is told that it may send it."""
-    return write_record(ContributedRecord(worker=update.peer, round=update.round, **_content(update)))
-
-
 def round_record(
     number: int,
     term: int,
-    updates: Sequence[MemberUpdate],
-    unused: Sequence[UnusedUpdate],
-    advance: Advance,
+    updates: Sequence[ContributedRecord],
+    unused: Sequence[UnusedRecord],
+    state: RoundState,
     loss: float | None,
 ) -> WriteJournal:
     """Record a round: which updates made it, and the weights before and after it."""
     record = RoundRecord(
         round=number,
         term=term,
-        members=tuple(MemberRecord(peer=each.peer, **_content(each)) for each in updates),
-        unused=tuple(
-            UnusedRecord(peer=each.peer, why=each.why, ranges=_ranges(each.spans), contribution=each.stated)
-            for each in unused
-        ),
-        update=advance.update,
-        weights_before=advance.before,
-        weights=advance.weights,
+        members=tuple(each.as_member() for each in updates),
+        unused=tuple(unused),
+        update=state.update,
+        weights_before=state.before,
+        weights=state.weights,
         loss=loss,
     )
     return write_record(record)
-
-
-def _content(update: MemberUpdate) -> dict[str, Any]:
-    ranges = _ranges(update.spans)
-    stated = {"update": update.update, "contribution": update.stated}
-    return {"samples": update.samples, "batches": update.batches, "ranges": ranges, **stated}
-
-
-def _ranges(spans: Iterable[SampleSpan]) -> tuple[_Range, ...]:
-    return tuple((span.epoch, span.index, span.first, span.end) for span in spans)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 from pydantic import ValidationError
 
 from hypha_proto.codec import from_json
@@ -28,11 +28,7 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.journal import JOURNAL
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.records import (
-    BEGAN,
-    CONTRIBUTED,
-    JOINED,
-    ROUND,
-    TERM,
+    KINDS,
     BeganRecord,
     ContributedRecord,
     JoinedRecord,
@@ -115,10 +111,13 @@ class _Read:
     unused: defaultdict[int, dict[PeerId, Contribution | None]] = field(default_factory=lambda: defaultdict(dict))
     """Updates that count in no round, by the round that they were computed in; None if they were not stated."""
 
-    def number_of(self, found: _FoundRound, peer: PeerId, update: str | None) -> int | None:
-        """Return the member number with which a worker has computed an update; None if it is unknown."""
+    def recorded(
+        self, found: _FoundRound, peer: PeerId, update: str | None, stated: Contribution | None, samples: int
+    ) -> RecordedUpdate:
+        """Return an update with the member number of the worker that has computed it; None if that is unknown."""
         known = None if update is None else self.stated.get((peer, update))
-        return found.numbers.get(peer) if known is None else known
+        member = found.numbers.get(peer) if known is None else known
+        return RecordedUpdate(peer=peer, samples=samples, update=update, contribution=stated, member=member)
 
 
 def _accepted(journal: Path, record: Mapping[str, Any]) -> tuple[uuid.UUID, DilocoJobConfig]:
@@ -138,21 +137,19 @@ def _accepted(journal: Path, record: Mapping[str, Any]) -> tuple[uuid.UUID, Dilo
 def _read(journal: Path, records: Sequence[Mapping[str, Any]]) -> _Read:
     read = _Read(journal)
     for line, record in enumerate(records, 1):
-        kind = record.get("record")
-        if kind == BEGAN:
-            read.began = parse_record(record, BeganRecord)
-            read.numbers |= {peer: number for number, peer in enumerate(read.began.workers)}
-        elif kind == TERM:
-            _read_term(read, line, parse_record(record, TermRecord))
-        elif kind == JOINED:
-            joined = parse_record(record, JoinedRecord)
-            read.numbers[joined.worker] = joined.member
-        elif kind == CONTRIBUTED:
-            contributed = parse_record(record, ContributedRecord)
-            if contributed.update is not None and contributed.worker in read.numbers:
-                read.stated[contributed.worker, contributed.update] = read.numbers[contributed.worker]
-        elif kind == ROUND:
-            _read_round(read, line, parse_record(record, RoundRecord))
+        kind = KINDS.get(str(record.get("record")))
+        match None if kind is None else parse_record(record, kind):
+            case BeganRecord() as began:
+                read.began = began
+                read.numbers |= {peer: number for number, peer in enumerate(began.workers)}
+            case TermRecord() as term:
+                _read_term(read, line, term)
+            case JoinedRecord(worker=worker, member=member):
+                read.numbers[worker] = member
+            case ContributedRecord(worker=worker, update=str(update)) if worker in read.numbers:
+                read.stated[worker, update] = read.numbers[worker]
+            case RoundRecord() as found:
+                _read_round(read, line, found)
     return read
 
 
@@ -194,23 +191,10 @@ def _plan_round(found: _FoundRound, read: _Read, manifest: Manifest) -> Recorded
         round=record.round,
         run=found.term,
         members=tuple(
-            RecordedUpdate(
-                peer=member.peer,
-                samples=member.samples,
-                update=member.update,
-                contribution=member.contribution,
-                member=read.number_of(found, member.peer, member.update),
-            )
-            for member in record.members
+            read.recorded(found, each.peer, each.update, each.contribution, each.samples) for each in record.members
         ),
         unused=tuple(
-            RecordedUpdate(
-                peer=peer,
-                samples=0,
-                update=None if stated is None else stated.update,
-                contribution=stated,
-                member=read.number_of(found, peer, None if stated is None else stated.update),
-            )
+            read.recorded(found, peer, None if stated is None else stated.update, stated, 0)
             for peer, stated in unused.items()
         ),
         update=record.update,
@@ -229,8 +213,8 @@ def _find_fault(member: MemberRecord, number: int) -> str | None:
     if stated.update != member.update:
         return f"the update is {member.update}, and its executor stated {stated.update}"
     ranges = tuple((part.epoch, part.slice, part.first, part.end) for part in stated.ranges)
-    if ranges != member.ranges:
-        return f"the ranges are {quote(member.ranges)}, and its executor stated {quote(ranges)}"
+    if ranges != (recorded := tuple(map(astuple, member.ranges))):
+        return f"the ranges are {quote(recorded)}, and its executor stated {quote(ranges)}"
     samples = sum(part.end - part.first for part in stated.ranges)
     if samples != member.samples:
         return f"its weight is {member.samples} samples, and its ranges hold {samples}"
@@ -266,14 +250,16 @@ def _train(job_id: uuid.UUID, job: DilocoJobConfig, term: _Term, batch_size: int
     return placed.train_config()
 
 
+def _check_digest(path: Path, what: str, digest: str, recorded: str, source: str = "the journal") -> None:
+    if digest != recorded:
+        raise JobFailedError(f"{path}: {what} has changed: its digest is {digest}, and {source} has {recorded}")
+
+
 def _check_model(directory: Path, began: BeganRecord) -> None:
     folder = directory / START_MODEL
     if not folder.is_dir():
         raise JobFailedError(f"{folder}: the start model is missing; put it back as it was")
-    if (digest := digest_directory(folder)) != began.model:
-        raise JobFailedError(
-            f"{folder}: the start model has changed: its digest is {digest}, and the journal has {began.model}"
-        )
+    _check_digest(folder, "the start model", digest_directory(folder), began.model)
 
 
 def _manifest(directory: Path, began: BeganRecord) -> Manifest:
@@ -285,10 +271,7 @@ def _manifest(directory: Path, began: BeganRecord) -> Manifest:
         )
     if not path.is_file():
         raise JobFailedError(f"{path}: the dataset's manifest is missing; put it back as it was")
-    if (digest := digest_file(path)) != began.manifest:
-        raise JobFailedError(
-            f"{path}: the dataset's manifest has changed: its digest is {digest}, and the journal has {began.manifest}"
-        )
+    _check_digest(path, "the dataset's manifest", digest_file(path), began.manifest)
     try:
         manifest: Manifest = from_json(Manifest, path.read_bytes())
     except DecodeError as error:
@@ -310,11 +293,7 @@ def _slice(data: Path, index: int, entry: SliceEntry, dataset: str) -> SliceFile
     path = data / entry.file
     if not path.is_file():
         raise JobFailedError(f"--data {data}: slice {index} of dataset {dataset!r} is missing: {entry.file}")
-    if (digest := digest_file(path)) != entry.digest:
-        raise JobFailedError(
-            f"{path}: slice {index} of dataset {dataset!r} has changed: its digest is {digest}, and the job's manifest "
-            f"has {entry.digest}"
-        )
+    _check_digest(path, f"slice {index} of dataset {dataset!r}", digest_file(path), entry.digest, "the job's manifest")
     return SliceFile(index=index, path=str(path.resolve()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import singledispatchmethod
 from typing import Any
 
 import msgspec
@@ -30,11 +31,13 @@ from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class RefusedUpdate:
-    """Why an update of the open round was refused, and what it held; None if that was not recorded."""
+class CommittedRound:
+    """Digests in the record of a round."""
 
-    reason: str
-    contributed: ContributedRecord | None
+    update: str
+    """Of the outer update."""
+    weights: str
+    """Of the global weights after it."""
 
 
 @dataclass(slots=True)
@@ -51,8 +54,6 @@ class RestoredTraining:
     """Lowest member number that was never given to a worker."""
     starting: set[PeerId] = field(default_factory=set)
     """Workers of which nothing shows that their executors have begun to train."""
-    records: int = 0
-    """Number of records in the journal."""
     term: int = 0
     """Last term; 0 before the first."""
     server: PeerId | None = None
@@ -61,8 +62,8 @@ class RestoredTraining:
     """Whether it has taken the place of another one, of which some worker may not know."""
     closed: int = 0
     """Last committed round."""
-    commits: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Digests of the outer update and of the weights after it, of each committed round."""
+    commits: dict[int, CommittedRound] = field(default_factory=dict)
+    """Committed rounds by their numbers."""
     samples: Counter[PeerId] = field(default_factory=Counter)
     """Samples of each worker in committed rounds."""
     batches: Counter[PeerId] = field(default_factory=Counter)
@@ -77,8 +78,8 @@ class RestoredTraining:
     """Contributions to the open round, but for those whose samples were assigned again."""
     refusals: Counter[PeerId] = field(default_factory=Counter)
     """Number of refused updates of each worker, in the last term."""
-    refused: dict[PeerId, RefusedUpdate] = field(default_factory=dict)
-    """Workers without which the open round goes on, because their updates were refused."""
+    refused: dict[PeerId, UnusedRecord | None] = field(default_factory=dict)
+    """Workers without which the open round goes on, and their updates that were refused; None if not recorded."""
     announced: AnnouncedRecord | None = None
     """Members of the open round, as they were announced last; None if they were not."""
     announcements: list[AnnouncedRecord] = field(default_factory=list)
@@ -91,7 +92,7 @@ class RestoredTraining:
     @property
     def weights(self) -> str | None:
         """Digest of the weights after the last committed round; None before the first."""
-        return self.commits[self.closed][1] if self.closed else None
+        return self.commits[self.closed].weights if self.closed else None
 
     def restore_ledger(self, ledger: SampleLedger, workers: Iterable[PeerId] = ()) -> None:
         """Bring a new ledger to this state.
@@ -110,7 +111,7 @@ class RestoredTraining:
                 for span in self.assigned.get(peer, ()):
                     ledger.assigned(peer, span)
                 if (found := self.contributed.get(peer)) is not None:
-                    ledger.contribute(peer, found.round, found.spans)
+                    ledger.contribute(peer, found.round, found.ranges)
         except ValueError as error:
             raise JobFailedError(f"journal: it does not fit the dataset: {error}") from None
 
@@ -127,7 +128,6 @@ def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredTraining:
     replay = _Replay()
     for number, record in enumerate(journal, 1):
         kind = record.get("record")
-        replay.state.records = number
         parsed = KINDS.get(str(kind))
         if parsed is None:
             continue
@@ -151,32 +151,16 @@ class _Replay:
         self.assigned_again: defaultdict[tuple[int, int], list[SampleSpan]] = defaultdict(list)
         """Samples that somebody had before, by slice; in the open round."""
 
+    @singledispatchmethod
     def add(self, record: msgspec.Struct) -> None:
         """Apply a record.
 
         Raises:
             ValueError: it does not follow those before it.
         """
-        match record:
-            case BeganRecord():
-                self._begin(record)
-            case TermRecord():
-                self._appoint(record)
-            case JoinedRecord():
-                self._join(record)
-            case LeftRecord():
-                self._leave(record.worker)
-            case AssignedRecord():
-                self._assign(record.worker, record.span)
-            case ContributedRecord():
-                self._contribute(record)
-            case RefusedRecord():
-                self._refuse(record)
-            case AnnouncedRecord():
-                self._announce(record)
-            case RoundRecord():
-                self._commit(record)
+        raise TypeError(f"{record} is no record of a DiLoCo job")
 
+    @add.register
     def _begin(self, record: BeganRecord) -> None:
         state = self.state
         if state.began is not None and (other := state.began.differences(record)):
@@ -185,6 +169,7 @@ class _Replay:
         state.workers = record.workers
         self._number(dict(zip(record.workers, range(len(record.workers)), strict=True)))
 
+    @add.register
     def _appoint(self, record: TermRecord) -> None:
         state = self.state
         if record.term <= state.term:
@@ -206,6 +191,7 @@ class _Replay:
         self.state.members |= members
         self.state.next_member = max(self.state.next_member, *(number + 1 for number in members.values()), 0)
 
+    @add.register
     def _join(self, record: JoinedRecord) -> None:
         """Take from a worker what it was assigned; one that begins with the open round gives up its update, too."""
         state, worker = self.state, record.worker
@@ -221,9 +207,10 @@ class _Replay:
         if record.round is not None and worker in state.contributed:
             self._withdraw(worker)
 
-    def _leave(self, worker: PeerId) -> None:
+    @add.register
+    def _leave(self, record: LeftRecord) -> None:
         """Take from a worker what it has; its update may still count if the members of the round were announced."""
-        state = self.state
+        state, worker = self.state, record.worker
         state.workers = tuple(peer for peer in state.workers if peer != worker)
         state.starting.discard(worker)
         state.stating.discard(worker)
@@ -234,7 +221,7 @@ class _Replay:
     def _return_assigned(self, worker: PeerId) -> None:
         """Take from a worker what it was assigned and has not contributed."""
         contributed = self.state.contributed.get(worker)
-        kept = () if contributed is None else contributed.spans
+        kept = () if contributed is None else contributed.ranges
         for slice_, found in self.open.items():
             left = []
             for number, peer, held in found:
@@ -250,16 +237,18 @@ class _Replay:
         self.handled.clear()
         self.assigned_again.clear()
 
-    def _assign(self, worker: PeerId, span: SampleSpan) -> None:
+    @add.register
+    def _assign(self, record: AssignedRecord) -> None:
         """Take samples from whoever had them: they had come back before they were assigned again."""
-        self.state.starting.discard(worker)
-        for peer in [peer for peer, each in self.state.contributed.items() if _overlap(each.spans, span)]:
+        span = record.span
+        self.state.starting.discard(record.worker)
+        for peer in [peer for peer, each in self.state.contributed.items() if _overlap(each.ranges, span)]:
             self._withdraw(peer)
         self.assigned_again[span.slice] += self._take_from_others(None, span)
-        self._add_open(worker, span)
+        self._add_open(record.worker, span)
 
     def _withdraw(self, peer: PeerId) -> None:
-        spans = self.state.contributed.pop(peer).spans
+        spans = self.state.contributed.pop(peer).ranges
         self.handled.add((peer, spans))
         self._take(peer, spans)
 
@@ -277,6 +266,7 @@ class _Replay:
         self.assignments += 1
         self.open[span.slice].append((self.assignments, worker, span))
 
+    @add.register
     def _contribute(self, record: ContributedRecord) -> None:
         state = self.state
         if record.round != state.closed + 1:
@@ -285,22 +275,26 @@ class _Replay:
         state.starting.discard(record.worker)
         if record.contribution is not None:
             state.stating.add(record.worker)
-        for span in record.spans:  # the record of an assignment waits for the next sync, and can be lost
+        for span in record.ranges:  # the record of an assignment waits for the next sync, and can be lost
             self._take_from_others(record.worker, span)
             has = [held for _, peer, held in self.open[span.slice] if peer == record.worker]
             for missing in subtract_spans(span, has):
                 self._add_open(record.worker, missing)
 
+    @add.register
     def _refuse(self, record: RefusedRecord) -> None:
         state, worker = self.state, record.worker
         state.refusals[worker] += 1
         if not record.dropped or record.round != state.closed + 1:
             return
-        contributed = state.contributed.get(worker)
-        state.refused.setdefault(worker, RefusedUpdate(record.reason, contributed))
-        if contributed is not None:
-            self._withdraw(worker)
+        if (held := state.contributed.get(worker)) is None:
+            state.refused.setdefault(worker, None)
+            return
+        unused = UnusedRecord(peer=worker, why=record.reason, ranges=held.ranges, contribution=held.contribution)
+        state.refused.setdefault(worker, unused)
+        self._withdraw(worker)
 
+    @add.register
     def _announce(self, record: AnnouncedRecord) -> None:
         state = self.state
         if record.round != state.closed + 1:
@@ -313,6 +307,7 @@ class _Replay:
         if term != self.state.term:
             raise ValueError(f"term is {term}, and the last one is {self.state.term}")
 
+    @add.register
     def _commit(self, record: RoundRecord) -> None:
         state = self.state
         if record.round != state.closed + 1:
@@ -321,11 +316,11 @@ class _Replay:
         for member in record.members:
             state.samples[member.peer] += member.samples
             state.batches[member.peer] += member.batches
-            state.used += member.spans
+            state.used += member.ranges
             if member.contribution is not None:
                 state.stating.add(member.peer)
-            self._take(member.peer, member.spans)
-            for span in member.spans:
+            self._take(member.peer, member.ranges)
+            for span in member.ranges:
                 self._take_from_others(None, span)
             state.contributed.pop(member.peer, None)
         state.present = {member.peer for member in record.members}
@@ -334,16 +329,16 @@ class _Replay:
         for unused in record.unused:
             self._return(unused)
         state.closed = record.round
-        state.commits[record.round] = record.update, record.weights
+        state.commits[record.round] = CommittedRound(record.update, record.weights)
         state.loss = record.loss
         state.losses.add(record.round, record.loss)
         self._open_round()
 
     def _return(self, unused: UnusedRecord) -> None:
         """Take from a worker the samples of an update that did not count, but for those that it was assigned again."""
-        if (unused.peer, unused.spans) in self.handled:
+        if (unused.peer, unused.ranges) in self.handled:
             return
-        for span in unused.spans:
+        for span in unused.ranges:
             self._take(unused.peer, subtract_spans(span, self.assigned_again[span.slice]))
 
     def _take(self, worker: PeerId, spans: Iterable[SampleSpan]) -> None:

@@ -57,18 +57,6 @@ class UpdateFileError(JobFailedError):
     """An outer update that cannot be added to the weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """Digests around a round (`hypha_proto.weights_digest` for weights)."""
-
-    before: str
-    """Digest of the weights before, over the tensors of the update."""
-    weights: str
-    """Digest of the weights after."""
-    update: str
-    """Digest of the file of the outer update."""
-
-
 @dataclass(slots=True)
 class ResultModel:
     """The job's weights, to which outer updates are added."""
@@ -122,7 +110,7 @@ class ResultModel:
         """Delete the file of an outer update that is not needed."""
         await anyio.Path(update).unlink(missing_ok=True)
 
-    async def advance(self, update: Path, round_number: int) -> Advance:
+    async def advance(self, update: Path, round_number: int) -> RoundState:
         """Write the state after a round and sync it to disk; the round is not committed by that.
 
         Can be repeated, also after an error, until the round is committed.
@@ -144,7 +132,7 @@ class ResultModel:
             state = await anyio.to_thread.run_sync(self._add, update, round_number)
             self._pending = {n: found for n, found in self._pending.items() if n < round_number}
             self._pending[round_number] = (state, update)
-            return Advance(state.before, state.weights, state.update)
+            return state
 
     def _add(self, update: Path, round_number: int) -> RoundState:
         try:

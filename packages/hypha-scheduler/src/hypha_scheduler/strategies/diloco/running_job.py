@@ -13,7 +13,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
 from hypha_scheduler.strategies.base import DatasetView, JobContext, Lease, StartTask, TaskRef, TaskState, WriteJournal
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.contributions import MemberUpdate, UnusedUpdate
 from hypha_scheduler.strategies.diloco.records import BeganRecord, TermRecord, write_record
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
@@ -294,15 +293,12 @@ class JobBuilder:
         training, restored = running.training, self.restored
         training.honours_ranges |= restored.stating
         training.contributions.refusals.update(restored.refusals)
-        for peer, refused in restored.refused.items():
+        for peer, unused in restored.refused.items():
             training.contributions.restore_refusal(peer, restored.closed + 1)
-            if (held := refused.contributed) is not None:
-                training.contributions.note_unused(UnusedUpdate(peer, refused.reason, held.spans, held.contribution))
+            if unused is not None:
+                training.contributions.note_unused(unused)
         posted = {}
-        for peer, record in restored.contributed.items():
-            update = MemberUpdate(
-                peer, record.round, record.samples, record.batches, record.spans, record.update, record.contribution
-            )
+        for peer, update in restored.contributed.items():
             if peer not in peers and restored.announced is None:
                 continue  # it does not count, and its samples are available
             if peer not in peers:

@@ -15,12 +15,16 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
+
+import msgspec
 
 from hypha_proto.contributions import MAX_RANGES
 
 ALL: Final = 2**63 - 1
 """`SampleSpan.end` of a slice whose number of samples is unknown: all of them."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Position = Annotated[int, msgspec.Meta(ge=0, le=ALL)]
 _MAX_SLICES: Final = 256
 """Number of slices that a worker may hold regardless of their size; beyond it, at most `_MAX_BATCHES` batches' worth.
 
@@ -41,16 +45,18 @@ class NoUsableSliceError(Exception):
     """Every slice is empty or was set aside."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SampleSpan:
-    """Consecutive samples of a slice in one epoch, in the order that seed, epoch and slice give."""
+class SampleSpan(msgspec.Struct, frozen=True, order=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive samples of a slice in one epoch, in the order that seed, epoch and slice give.
 
-    epoch: int
+    In records a list of the four numbers.
+    """
+
+    epoch: Count
     """Pass over the dataset, from 0."""
-    index: int
+    index: Count
     """Position of the slice in the dataset, from 0."""
-    first: int
-    end: int
+    first: Position
+    end: Position
     """Position after the last sample; `ALL` for every sample from `first` of a slice of unknown size."""
 
     @property

@@ -36,16 +36,14 @@ from hypha_proto.training_reports import (
 from hypha_scheduler.strategies.diloco import round_effects
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
 from hypha_scheduler.strategies.diloco.contributions import (
-    Contributed,
     Contributions,
-    MemberUpdate,
     Refused,
-    UnusedUpdate,
     count_samples,
     find_fault,
     spans_of,
 )
 from hypha_scheduler.strategies.diloco.events import WEIGHTS_FETCHED
+from hypha_scheduler.strategies.diloco.records import ContributedRecord, UnusedRecord
 from hypha_scheduler.strategies.diloco.round_effects import Left, Measured
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan
@@ -58,7 +56,8 @@ _OTHER_REPORTS: Final = frozenset({"evaluation_loss", WEIGHTS_FETCHED, MICRO_BAT
 _TRAINED: Final = frozenset({"loss", "samples"})
 """Metrics of the round's training; without labels there is no loss."""
 
-Effect = round_effects.Effect | Contributed | Refused
+Effect = round_effects.Effect | ContributedRecord | Refused
+"""A `ContributedRecord` is to be written before anybody hears of the update."""
 
 
 class NotJoinedError(Exception):
@@ -262,7 +261,7 @@ class TrainingState:
         why = f"round {message.round} goes on without this update"
         return ContributionKnown(accepted=False, reason=why, rejoin=self.rounds.joins(peer))
 
-    def _sample_fault(self, peer: PeerId, message: StateContribution, known: MemberUpdate | None) -> str | None:
+    def _sample_fault(self, peer: PeerId, message: StateContribution, known: ContributedRecord | None) -> str | None:
         if known is not None and known.update is not None:
             return f"this worker has stated an update of round {message.round} with digest {known.update}"
         spans = spans_of(message.contribution)
@@ -272,22 +271,30 @@ class TrainingState:
         """Take the update of a worker into its round, unless the round goes on without it."""
         update = self._update_of(peer, number, message)
         self.contributions.add(update)
-        stated = None if update.stated is None else (update.samples, update.batches)
+        stated = None if update.contribution is None else (update.samples, update.batches)
         effects = self.rounds.update_started(peer, now, stated)
         if self.rounds.is_dropped(peer, number):
             self._withdraw(peer, number, "it came late")
             if update.update is not None:
                 self._late[peer] = (number, update.update)
             return effects
-        return (Contributed(update), *effects)
+        return (update, *effects)
 
-    def _update_of(self, peer: PeerId, number: int, message: StateContribution) -> MemberUpdate:
-        contribution, digest = message.contribution, message.update
+    def _update_of(self, peer: PeerId, number: int, message: StateContribution) -> ContributedRecord:
+        stated, digest = message.contribution, message.update
         samples, batches = self.rounds.progress_of(peer, number)
-        spans = self.slices.contribute(peer, number, spans_of(contribution))
-        if contribution is not None:
-            samples, batches = count_samples(spans), contribution.batches
-        return MemberUpdate(peer, number, samples, batches, spans, digest, contribution)
+        spans = self.slices.contribute(peer, number, spans_of(stated))
+        if stated is not None:
+            samples, batches = count_samples(spans), stated.batches
+        return ContributedRecord(
+            worker=peer,
+            round=number,
+            samples=samples,
+            batches=batches,
+            update=digest,
+            ranges=spans,
+            contribution=stated,
+        )
 
     def _refuse(self, peer: PeerId, message: StateContribution, why: str, now: float) -> tuple[Effect, ...]:
         """Count a refused statement; if it is of the worker's round, that goes on without the worker."""
@@ -301,7 +308,8 @@ class TrainingState:
             spans = None
         taken = self.slices.contribute(peer, number, spans)
         self.slices.withdraw(peer, number)
-        self.contributions.note_unused(UnusedUpdate(peer, why, taken, message.contribution))
+        unused = UnusedRecord(peer=peer, why=why, ranges=taken, contribution=message.contribution)
+        self.contributions.note_unused(unused)
         return (refused, *self.rounds.update_refused(number, peer, why, now))
 
     def _withdraw(self, peer: PeerId, number: int, why: str) -> None:
@@ -314,14 +322,14 @@ class TrainingState:
         for peer in [p for p, announced in self._releasing.items() if announced == number and p not in kept]:
             self._release(peer, number)
 
-    def commit(self, number: int, members: Sequence[PeerId]) -> tuple[list[MemberUpdate], list[UnusedUpdate]]:
+    def commit(self, number: int, members: Sequence[PeerId]) -> tuple[list[ContributedRecord], list[UnusedRecord]]:
         """Commit a round; return the updates of its members in their order, and those that count in none."""
         self.committed = number
         self.slices.commit(number, members)
         updates = self.contributions.close(number, members, "it is not part of the outer update")
         for update in updates:
-            self.samples[update.peer] += update.samples
-            self.batches[update.peer] += update.batches
+            self.samples[update.worker] += update.samples
+            self.batches[update.worker] += update.batches
         for peer in [peer for peer, announced in self._releasing.items() if announced <= number]:
             self._release(peer, number)
         return updates, self.contributions.take_unused()
@@ -337,12 +345,12 @@ class TrainingState:
         else:
             self._release(peer, number)
 
-    def keep_until_commit(self, update: MemberUpdate) -> None:
+    def keep_until_commit(self, update: ContributedRecord) -> None:
         """Keep the samples of a worker that was lost while its update may have been averaged."""
-        for span in update.spans:
-            self.slices.assigned(update.peer, span)
-        self.slices.contribute(update.peer, update.round, update.spans)
-        self._releasing[update.peer] = update.round
+        for span in update.ranges:
+            self.slices.assigned(update.worker, span)
+        self.slices.contribute(update.worker, update.round, update.ranges)
+        self._releasing[update.worker] = update.round
 
     def _release(self, peer: PeerId, number: int) -> None:
         self._releasing.pop(peer, None)
