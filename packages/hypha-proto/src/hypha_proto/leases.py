@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
@@ -95,9 +95,6 @@ class Reasons(Message, frozen=True):
     """Every reason against an offer; empty if the worker would make one."""
 
     rejections: tuple[Rejection, ...] = ()
-
-
-Outcome = Literal["finished", "failed", "cancelled"]
 
 
 class Goodbye(Message, frozen=True):

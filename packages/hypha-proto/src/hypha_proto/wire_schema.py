@@ -276,7 +276,10 @@ def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
                 found[entry.name] = entry.shape.load(value[entry.key], where, dialect)
             elif entry.required:
                 raise DecodeError("is missing", where)
-        return _construct(cls, {**unset, **found}, path)
+        try:
+            return cls(**{**unset, **found})
+        except ValueError as error:  # raised by the struct's __post_init__
+            raise DecodeError(str(error), path) from None
 
     def dump(value: Any, path: str, dialect: Dialect) -> object:
         if type(value) is not cls:
@@ -290,13 +293,6 @@ def _struct(cls: type[Message], tag: tuple[str, str] | None) -> Shape:
         return plain
 
     return Shape(load, dump)
-
-
-def _construct(cls: type[Message], found: dict[str, Any], path: str) -> Message:
-    try:
-        return cls(**found)
-    except ValueError as error:  # raised by the struct's __post_init__
-        raise DecodeError(str(error), path) from None
 
 
 def _tag(cls: type[Message]) -> str:
@@ -323,7 +319,14 @@ def _internal(variants: tuple[type[Message], ...]) -> Shape:
             raise DecodeError(f"expected one of {', '.join(shapes)}, got {quote(name)}", where)
         return shapes[name].load(value, path, dialect)
 
-    return Shape(load, _dump_variant(by_class))
+    def dump(value: Any, path: str, dialect: Dialect) -> object:
+        shape = by_class.get(type(value))
+        if shape is None:
+            names = ", ".join(cls.__name__ for cls in by_class)
+            raise EncodeError(f"expected one of {names}, got {type(value).__name__}", path)
+        return shape.dump(value, path, dialect)
+
+    return Shape(load, dump)
 
 
 def _external(variants: tuple[type[Message], ...]) -> Shape:
@@ -366,17 +369,6 @@ def _payload(cls: type[Message]) -> Shape:
         lambda v, p, d: cls(**{entry.name: entry.shape.load(v, p, d)}),
         lambda v, p, d: entry.shape.dump(getattr(v, entry.name), p, d),
     )
-
-
-def _dump_variant(by_class: Mapping[type[Message], Shape]) -> Dump:
-    def dump(value: Any, path: str, dialect: Dialect) -> object:
-        shape = by_class.get(type(value))
-        if shape is None:
-            names = ", ".join(cls.__name__ for cls in by_class)
-            raise EncodeError(f"expected one of {names}, got {type(value).__name__}", path)
-        return shape.dump(value, path, dialect)
-
-    return dump
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:
