@@ -16,10 +16,8 @@ The job runner writes those of what was handed out. Positions in a slice are tho
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
@@ -28,6 +26,7 @@ from hypha_proto.ids import DIGEST, PeerId
 from hypha_proto.texts import quote
 from hypha_scheduler.strategies.base import WriteJournal
 from hypha_scheduler.strategies.diloco.sample_ledger import ALL, Count, Position, SampleSpan
+from hypha_scheduler.strategies.journal_records import journal_record
 
 if TYPE_CHECKING:
     from hypha_proto.global_model import RoundState
@@ -211,15 +210,10 @@ KINDS: Final[Mapping[str, type[msgspec.Struct]]] = {
 }
 _NAMES: Final = {kind: name for name, kind in KINDS.items()}
 
-_Record = TypeVar("_Record", bound=msgspec.Struct)
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
-
 
 def write_record(record: msgspec.Struct) -> WriteJournal:
     """Return the effect that writes a record."""
-    return WriteJournal(_NAMES[type(record)], msgspec.to_builtins(record, enc_hook=str))
+    return journal_record(_NAMES[type(record)], record)
 
 
 def assigned_record(worker: PeerId, dataset: str, span: SampleSpan) -> WriteJournal:
@@ -251,43 +245,3 @@ def round_record(
         loss=loss,
     )
     return write_record(record)
-
-
-# -------------------------------------------------------------------------------------------------------------- reading
-
-
-def parse_record(record: Mapping[str, Any], kind: type[_Record]) -> _Record:
-    """Return a record of the journal as a value of `kind`.
-
-    Raises:
-        ValueError: it is malformed; the field and its value are named.
-    """
-    try:
-        return msgspec.convert(dict(record), kind, dec_hook=_decode)
-    except msgspec.ValidationError as error:
-        raise ValueError(_with_value(str(error), record)) from None
-
-
-@lru_cache(4096)
-def _parse_peer(text: str) -> PeerId:
-    return PeerId.parse(text)
-
-
-def _decode(kind: type, value: object) -> PeerId:
-    if kind is not PeerId or not isinstance(value, str):
-        raise ValueError("Expected a peer id")
-    return _parse_peer(value)
-
-
-def _with_value(message: str, record: Mapping[str, Any]) -> str:
-    """Return the message of an error with the value that it is about."""
-    text, _, path = message.rpartition(" - at `$")
-    if not text:
-        return message
-    value: Any = record
-    for name, position in re.findall(r"\.(\w+)|\[(\d+)\]", path):
-        try:
-            value = value[name] if name else value[int(position)]
-        except (KeyError, IndexError, TypeError):
-            break
-    return f"{path.removesuffix('`').lstrip('.')} is {quote(value)}: {text}"

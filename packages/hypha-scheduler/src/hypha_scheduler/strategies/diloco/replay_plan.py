@@ -35,11 +35,11 @@ from hypha_scheduler.strategies.diloco.records import (
     MemberRecord,
     RoundRecord,
     TermRecord,
-    parse_record,
 )
 from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, outer_optimizer
+from hypha_scheduler.strategies.journal_records import parse_record
 from hypha_scheduler.strategies.replayable import ReplayOptions
 
 PREPROCESSOR: Final = "preprocessor"

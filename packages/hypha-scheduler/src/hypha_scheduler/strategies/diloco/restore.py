@@ -25,9 +25,9 @@ from hypha_scheduler.strategies.diloco.records import (
     RoundRecord,
     TermRecord,
     UnusedRecord,
-    parse_record,
 )
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan, subtract_spans
+from hypha_scheduler.strategies.journal_records import parse_record
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import anyio.to_thread
+import msgspec
+
 from hypha_proto.datasets import UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.tasks import TaskSpec
@@ -50,13 +53,14 @@ from hypha_scheduler.strategies.base import (
 )
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.part_check import largest_part
-from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, part_name, slice_of
-from hypha_scheduler.strategies.inference.restore import BEGIN, PART, JobIdentity, RestoredInference, part_record
+from hypha_scheduler.strategies.inference.parts import PartFiles, PartRecord, part_name, slice_of
+from hypha_scheduler.strategies.inference.restore import BEGIN, PART, RestoredInference
 from hypha_scheduler.strategies.inference.retries import SliceRetries
 from hypha_scheduler.strategies.inference.slice_assignments import SliceAssignments
 from hypha_scheduler.strategies.inference.specs import ROLE, role_request
 from hypha_scheduler.strategies.inference.summary import Tally
 from hypha_scheduler.strategies.inference.workers import InferenceWorker, InferenceWorkers
+from hypha_scheduler.strategies.journal_records import journal_record
 from hypha_scheduler.strategies.silence import SLOW_RATE
 
 MAX_IN_HAND: Final = 2
@@ -99,12 +103,13 @@ class InferenceData:
     """What an inference job works with, once it is prepared."""
 
     dataset: DatasetView
-    identity: JobIdentity
+    identity: Mapping[str, Any]
+    """What decides the results (`restore.BEGIN`)."""
     spec: TaskSpec
     files: PartFiles
     largest_slice: int
     """Bytes of the largest slice."""
-    finish: Callable[[Sequence[CommittedPart]], Awaitable[None]]
+    finish: Callable[[Sequence[PartRecord]], Awaitable[None]]
     """Writes the manifest of the results and audits them; raises `JobFailedError` if something is wrong."""
 
 
@@ -123,8 +128,8 @@ class InferenceOperator(Operator):
         self._slices = SliceAssignments(data.files.rows, set(restored.parts))
         self._workers = InferenceWorkers(context.first_attempt)
         self._tally = Tally(began=0.0)
-        for index, part in restored.parts.items():
-            self._tally.restore(restored.worker_of[index], part.counts)
+        for part in restored.parts.values():
+            self._tally.restore(part)
         self._began = False
         self._moving = 0
         """Parts that are not yet among the results."""
@@ -145,7 +150,7 @@ class InferenceOperator(Operator):
     def on_start(self, now: float) -> Effects:
         """Record what the job works with; everything may be committed already."""
         self._tally.began = now
-        begin = () if self._is_resumed else (WriteJournal(BEGIN, self._data.identity.record()),)
+        begin = () if self._is_resumed else (WriteJournal(BEGIN, self._data.identity),)
         fields = {"slices": len(self._slices.rows), "rows": sum(self._slices.rows), "committed": self._slices.committed}
         return (*begin, EmitEvent("slices", fields), *self._finish_if_committed(now))
 
@@ -389,9 +394,12 @@ class InferenceOperator(Operator):
         worker = self._workers.running(task)
         if index is None or counts is None or worker is None or not self._slices.commit(task, index):
             return self._drop(task, index, path)
-        part = CommittedPart(index, counts, digest, path.name)
-        self._parts[index] = part
-        self._tally.commit(task.lease.peer, counts, now)
+        made, number, peer = msgspec.structs.asdict(counts), len(self._parts) + 1, task.lease.peer
+        part = self._parts[index] = PartRecord(
+            part=number, slice=index, digest=digest, file=path.name, task=task.name, attempt=task.attempt, worker=peer,
+            **made,
+        )  # fmt: skip
+        self._tally.commit(part, now)
         worker.failures = 0
         self._retries.note_committed()
         self._avoidance.record_success(ROLE, task.lease.peer, part_name(index), now)
@@ -399,9 +407,9 @@ class InferenceOperator(Operator):
         self._note_report(worker, now)
         self._moving += 1
         return (
-            WriteJournal(PART, part_record(part, len(self._parts), task)),
-            EmitEvent("part", self._event_of(part, task)),
-            RunInBackground(partial(self._data.files.move, part), _MOVED),
+            journal_record(PART, part),
+            EmitEvent("part", self._event_of(part)),
+            RunInBackground(partial(anyio.to_thread.run_sync, self._data.files.move, part), _MOVED),
             *(self._stop_if_all_fail() or self._finish_if_committed(now)),
         )
 
@@ -438,20 +446,20 @@ class InferenceOperator(Operator):
         self._data.files.checked.pop(path, None)
         return self._drop(task, slice_of(header.name), path)
 
-    def _event_of(self, part: CommittedPart, task: TaskRef) -> dict[str, object]:
-        counts = part.counts
+    def _event_of(self, part: PartRecord) -> dict[str, object]:
         fields: dict[str, object] = {
-            "slice": part.index, "worker": str(task.lease.peer), "rows": counts.rows, "errors": counts.errors,
+            "slice": part.slice, "worker": str(part.worker), "rows": part.rows, "errors": part.errors,
             "committed": self._slices.committed, "slices": len(self._slices.rows),
         }  # fmt: skip
-        return fields | ({"tokens": counts.tokens} if counts.tokens else {})
+        return fields | ({"tokens": part.tokens} if part.tokens else {})
 
     def _drop(self, task: TaskRef, index: int | None, path: Path) -> Effects:
         self._tally.dropped += 1
         committed = index is not None and self._slices.is_committed(index)
         why = "its slice was committed before" if committed else "its slice is not assigned to this attempt"
         event = EmitEvent("part_dropped", {"slice": index, "worker": str(task.lease.peer), "reason": why})
-        return (event, RunInBackground(partial(self._data.files.discard, path), _DISCARDED))
+        remove = partial(anyio.to_thread.run_sync, partial(path.unlink, missing_ok=True))
+        return (event, RunInBackground(remove, _DISCARDED))
 
     def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> tuple[Any, Effects]:
         """Handle that a part was refused."""

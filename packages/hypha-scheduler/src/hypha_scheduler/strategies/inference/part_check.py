@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from hypha_net.redaction import redact_urls
 from hypha_proto.codec import parse_json
@@ -32,8 +33,7 @@ class InvalidPartError(Exception):
     """A part is not what was asked for; the message says where and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorKind:
+class ErrorKind(msgspec.Struct, frozen=True, array_like=True):
     """Rows that could not be computed for the same kind of reason."""
 
     rows: int
@@ -42,11 +42,10 @@ class ErrorKind:
 
     def with_rows(self, rows: int) -> ErrorKind:
         """Return the kind with more rows."""
-        return replace(self, rows=self.rows + rows)
+        return ErrorKind(self.rows + rows, self.example)
 
 
-@dataclass(frozen=True, slots=True)
-class PartCounts:
+class PartCounts(msgspec.Struct, frozen=True):
     """What a valid part contains."""
 
     rows: int
@@ -56,7 +55,7 @@ class PartCounts:
     """Tokens that were generated."""
     size: int
     """Size in bytes."""
-    error_kinds: Mapping[str, ErrorKind] = field(default_factory=dict)
+    error_kinds: Mapping[str, ErrorKind]
     """The errors by their kind."""
 
 

@@ -13,20 +13,21 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import anyio.to_thread
+import msgspec
 
 from hypha_net.errors import TransferRefusedError
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import JSONL, MANIFEST, Manifest, SliceEntry
 from hypha_proto.file_digests import digest_file
+from hypha_proto.ids import PeerId
 from hypha_proto.whole_directory import replace_file
-from hypha_scheduler.errors import JobFailedError, files_unusable
+from hypha_scheduler.errors import files_unusable
 from hypha_scheduler.jobs.artifacts import sync_to_disk
-from hypha_scheduler.strategies.inference.part_check import InvalidPartError, PartCounts, check_part
+from hypha_scheduler.strategies.inference.part_check import ErrorKind, InvalidPartError, PartCounts, check_part
 
 RESULTS: Final = "results"
 INCOMING: Final = "incoming"
@@ -44,16 +45,23 @@ def slice_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedPart:
-    """A committed part, as the journal records it."""
+class PartRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Record of a committed part; the counts are those of `PartCounts`."""
 
-    index: int
-    """Slice that it belongs to."""
-    counts: PartCounts
+    part: int
+    """Number among the job's parts, from 1."""
+    slice: int
+    rows: int
+    errors: int
+    tokens: int
+    size: int
     digest: str
     file: str
     """Name under which it was received, in ``incoming``."""
+    task: str
+    attempt: int
+    worker: PeerId
+    error_kinds: dict[str, ErrorKind] = {}
 
 
 @dataclass(slots=True)
@@ -121,28 +129,20 @@ class PartFiles:
         sync_to_disk(path)
         return counts
 
-    async def move(self, part: CommittedPart) -> None:
+    def move(self, part: PartRecord) -> None:
         """Move a part that the journal has to the results.
 
         Raises:
             OSError: it cannot be moved.
         """
-        await anyio.to_thread.run_sync(self._move, part)
-
-    def _move(self, part: CommittedPart) -> None:
-        target = self.results / part_name(part.index)
-        os.replace(self.incoming / part.file, target)
+        os.replace(self.incoming / part.file, self.results / part_name(part.slice))
         sync_to_disk(self.results)
-
-    async def discard(self, path: Path) -> None:
-        """Remove a part that does not count."""
-        await anyio.to_thread.run_sync(partial(path.unlink, missing_ok=True))
 
     # ---------------------------------------------------------------------------------------------- start and end
 
-    def verify(self, parts: Iterable[CommittedPart]) -> list[str]:
+    def verify(self, parts: Iterable[PartRecord]) -> list[str]:
         """Return what is wrong with the files of committed parts, and which others are among the results."""
-        known = {part_name(part.index): part for part in parts}
+        known = {part_name(part.slice): part for part in parts}
         faults = [fault for part in known.values() if (fault := self._fault_of(part)) is not None]
         others = [name for name in _names(self.results) if name not in known and name != MANIFEST]
         if others:
@@ -150,48 +150,34 @@ class PartFiles:
             faults.append(f"{self.results} holds {shown}, which this job did not write; move other files away")
         return faults
 
-    def _fault_of(self, part: CommittedPart) -> str | None:
-        path = self.results / part_name(part.index)
+    def _fault_of(self, part: PartRecord) -> str | None:
+        path = self.results / part_name(part.slice)
         if not path.is_file():
             path = self.incoming / part.file
         if not path.is_file():
-            return f"the part of slice {part.index} is missing: {self.results / part_name(part.index)}"
+            return f"the part of slice {part.slice} is missing: {self.results / part_name(part.slice)}"
         if (found := digest_file(path)) != part.digest:
             return f"{path}: the content is {found}, and the journal has {part.digest}"
         return None
 
-    def settle(self, parts: Iterable[CommittedPart]) -> None:
+    def settle(self, parts: Iterable[PartRecord]) -> None:
         """Finish what a crash has interrupted: move parts that the journal has, and remove others."""
         self.create()
         for part in parts:
-            if not (self.results / part_name(part.index)).exists():
-                os.replace(self.incoming / part.file, self.results / part_name(part.index))
+            if not (self.results / part_name(part.slice)).exists():
+                os.replace(self.incoming / part.file, self.results / part_name(part.slice))
         sync_to_disk(self.results)
         for name in _names(self.incoming):
             (self.incoming / name).unlink()
 
-    def write_manifest(self, dataset: str, parts: Iterable[CommittedPart], columns: Mapping[str, str]) -> None:
+    def write_manifest(self, dataset: str, parts: Iterable[PartRecord], columns: Mapping[str, str]) -> None:
         """Write the manifest of the results, which makes them a dataset."""
         entries = tuple(
-            SliceEntry(file=part_name(part.index), samples=part.counts.rows, size=part.counts.size, digest=part.digest)
-            for part in sorted(parts, key=lambda part: part.index)
+            SliceEntry(file=part_name(part.slice), samples=part.rows, size=part.size, digest=part.digest)
+            for part in sorted(parts, key=lambda part: part.slice)
         )
         manifest = Manifest(dataset=dataset, slices=entries, format=JSONL, columns=dict(columns))
         replace_file(self.results / MANIFEST, to_json(Manifest, manifest))
-
-    async def remove_incoming(self) -> None:
-        """Remove the directory of incoming parts, of which none counts any more."""
-        await anyio.to_thread.run_sync(partial(shutil.rmtree, self.incoming, ignore_errors=True))
-
-
-def raise_faults(directory: Path, faults: Sequence[str]) -> None:
-    """Fail a job whose directory is damaged, naming everything that is wrong.
-
-    Raises:
-        JobFailedError: there are faults.
-    """
-    if faults:
-        raise JobFailedError("\n".join([f"{directory}: the job's files are not as its journal says:", *faults]))
 
 
 def _names(directory: Path) -> list[str]:

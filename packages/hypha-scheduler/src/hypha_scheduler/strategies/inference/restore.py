@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hypha_net.redaction import redact_urls
-from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, UriReference
 from hypha_proto.texts import quote
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.strategies.base import Artifact, TaskRef
-from hypha_scheduler.strategies.inference.part_check import ErrorKind, PartCounts
-from hypha_scheduler.strategies.inference.parts import CommittedPart
+from hypha_scheduler.strategies.base import Artifact
+from hypha_scheduler.strategies.inference.parts import PartRecord
+from hypha_scheduler.strategies.journal_records import parse_record
 
 VERSION: Final = 1
 """Version of the records of this strategy."""
 BEGIN: Final = "inference"
-"""First record: what the job works with."""
+"""First record: what decides the results of a job, which a resumed one must have the same."""
 PART: Final = "part"
 """Record of a committed part."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobIdentity:
-    """What decides the results of a job: a resumed one must have the same."""
-
-    dataset: str
-    manifest: str
-    """Digest of the dataset's manifest."""
-    slices: int
-    model: Mapping[str, Any]
-    preprocessor: Mapping[str, Any] | None
-    sampling: Mapping[str, Any]
-    columns: Sequence[str]
-
-    def record(self) -> dict[str, object]:
-        """Return the fields of its record."""
-        return {
-            "version": VERSION,
-            "dataset": self.dataset,
-            "manifest": self.manifest,
-            "slices": self.slices,
-            "model": dict(self.model),
-            "preprocessor": None if self.preprocessor is None else dict(self.preprocessor),
-            "sampling": dict(self.sampling),
-            "columns": list(self.columns),
-        }
 
 
 @dataclass(slots=True)
@@ -56,10 +28,8 @@ class RestoredInference:
 
     identity: Mapping[str, Any] | None = None
     """Fields of the first record; None if there is none."""
-    parts: dict[int, CommittedPart] = field(default_factory=dict)
+    parts: dict[int, PartRecord] = field(default_factory=dict)
     """Committed parts by slice."""
-    worker_of: dict[int, PeerId] = field(default_factory=dict)
-    """Worker of each part by slice."""
 
 
 def describe_artifact(artifact: Artifact) -> dict[str, Any]:
@@ -73,25 +43,6 @@ def describe_artifact(artifact: Artifact) -> dict[str, Any]:
     return {"files": {file.name: file.offered.digest for file in artifact.files}}
 
 
-def part_record(part: CommittedPart, number: int, task: TaskRef) -> dict[str, object]:
-    """Return the fields of the record of a part, the `number`-th of the job."""
-    counts = part.counts
-    kinds = {name: [kind.rows, kind.example] for name, kind in counts.error_kinds.items()}
-    return {
-        "part": number,
-        "slice": part.index,
-        "rows": counts.rows,
-        "errors": counts.errors,
-        "tokens": counts.tokens,
-        "size": counts.size,
-        "digest": part.digest,
-        "file": part.file,
-        "task": task.name,
-        "attempt": task.attempt,
-        "worker": str(task.lease.peer),
-    } | ({"error_kinds": kinds} if kinds else {})
-
-
 def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredInference:
     """Return the state after the records of a journal.
 
@@ -100,14 +51,10 @@ def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredInference:
     """
     state = RestoredInference()
     for record in journal:
-        try:
-            if record.get("record") == BEGIN and state.identity is None:
-                state.identity = record
-            elif record.get("record") == PART:
-                _add_part(state, record)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            number = len(state.parts) + 1
-            raise JobFailedError(f"journal: the record of part {number} is malformed: {error!r}") from None
+        if record.get("record") == BEGIN and state.identity is None:
+            state.identity = record
+        elif record.get("record") == PART:
+            _add_part(state, record)
     if state.identity is not None and (version := state.identity.get("version")) != VERSION:
         raise JobFailedError(
             f"journal: its inference records are of version {version!r}, and this program reads {VERSION}; resume "
@@ -117,14 +64,14 @@ def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredInference:
 
 
 def _add_part(state: RestoredInference, record: Mapping[str, Any]) -> None:
-    index = int(record["slice"])
-    if index in state.parts:
-        raise ValueError(f"slice {index} was committed before")
-    kinds = {name: ErrorKind(int(rows), str(text)) for name, (rows, text) in record.get("error_kinds", {}).items()}
-    rows, errors, tokens, size = (int(record[key]) for key in ("rows", "errors", "tokens", "size"))
-    counts = PartCounts(rows, errors, tokens, size, kinds)
-    state.parts[index] = CommittedPart(index, counts, str(record["digest"]), str(record["file"]))
-    state.worker_of[index] = PeerId.parse(record["worker"])
+    try:
+        part = parse_record(record, PartRecord)
+        if part.slice in state.parts:
+            raise ValueError(f"slice {part.slice} was committed before")
+    except ValueError as error:
+        number = len(state.parts) + 1
+        raise JobFailedError(f"journal: the record of part {number} is malformed: {error}") from None
+    state.parts[part.slice] = part
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

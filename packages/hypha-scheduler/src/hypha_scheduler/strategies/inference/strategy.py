@@ -6,7 +6,6 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -19,14 +18,13 @@ from hypha_proto.datasets import MANIFEST, Manifest
 from hypha_proto.file_digests import digest_file
 from hypha_scheduler.audit import prove
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import Artifact
 from hypha_scheduler.jobs.config import ModelTable
-from hypha_scheduler.strategies.base import DatasetView, JobContext, Operator, StrategyMethod
+from hypha_scheduler.strategies.base import JobContext, Operator, StrategyMethod
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.inference.operator import InferenceData, InferenceOperator
-from hypha_scheduler.strategies.inference.parts import CommittedPart, PartFiles, raise_faults
+from hypha_scheduler.strategies.inference.parts import PartFiles, PartRecord
 from hypha_scheduler.strategies.inference.restore import (
-    JobIdentity,
+    VERSION,
     RestoredInference,
     describe_artifact,
     differences,
@@ -57,45 +55,14 @@ class InferenceStrategy:
         scratch = context.directory / f"{_SCRATCH}{uuid.uuid4().hex[:8]}"
         await anyio.Path(scratch).mkdir()
         try:
-            sources = await _open_sources(job, context, scratch, restored.identity)
-            data = await _prepare(job, context, sources, restored, scratch)
+            data = await _prepare(job, context, restored, scratch)
             operator = InferenceOperator(job, context, data, restored)
             yield operator
             if operator.is_finished:
-                await data.files.remove_incoming()
+                # nothing that is there counts any more
+                await anyio.to_thread.run_sync(partial(shutil.rmtree, data.files.incoming, ignore_errors=True))
         finally:
             shutil.rmtree(scratch, ignore_errors=True)  # also when the job is cancelled, so not in a thread
-
-
-@dataclass(frozen=True, slots=True)
-class _Sources:
-    dataset: DatasetView
-    model: Artifact
-    preprocessor: Artifact | None
-    identity: JobIdentity
-
-
-async def _open_sources(
-    job: InferenceJobConfig, context: JobContext, scratch: Path, before: Mapping[str, Any] | None
-) -> _Sources:
-    """Find the dataset, and copy model and preprocessor to `scratch`, from where they are served."""
-    manifest = scratch / MANIFEST
-    name = str(manifest.relative_to(context.directory))
-    dataset = await context.open_dataset(job.dataset, timeout=job.allocation_timeout, manifest=name)
-    model = await context.prepare_artifact(_pinned(job.model, before), "model", scratch / "model")
-    preprocessor = None
-    if job.preprocessor is not None:
-        preprocessor = await context.prepare_artifact(job.preprocessor, "preprocessor", scratch / "preprocessor")
-    identity = JobIdentity(
-        dataset=dataset.name,
-        manifest=await anyio.to_thread.run_sync(digest_file, manifest),
-        slices=len(dataset.samples),
-        model=describe_artifact(model),
-        preprocessor=None if preprocessor is None else describe_artifact(preprocessor),
-        sampling=job.sampling(),
-        columns=job.results.columns,
-    )
-    return _Sources(dataset, model, preprocessor, identity)
 
 
 def _pinned(model: ModelTable, before: Mapping[str, Any] | None) -> ModelTable:
@@ -114,26 +81,42 @@ def _remove_stale_sources(directory: Path, scratch: Path) -> None:
 
 
 async def _prepare(
-    job: InferenceJobConfig, context: JobContext, sources: _Sources, restored: RestoredInference, scratch: Path
+    job: InferenceJobConfig, context: JobContext, restored: RestoredInference, scratch: Path
 ) -> InferenceData:
-    """Check what is there, and only then change files."""
-    files = PartFiles(context.directory, [samples or 0 for samples in sources.dataset.samples], job.inference.task)
-    if restored.identity is not None and (other := differences(restored.identity, sources.identity.record())):
+    """Find the dataset, copy model and preprocessor to `scratch`, and check what is there; only then change files."""
+    manifest = scratch / MANIFEST
+    name = str(manifest.relative_to(context.directory))
+    dataset = await context.open_dataset(job.dataset, timeout=job.allocation_timeout, manifest=name)
+    model = await context.prepare_artifact(_pinned(job.model, restored.identity), "model", scratch / "model")
+    preprocessor = None
+    if job.preprocessor is not None:
+        preprocessor = await context.prepare_artifact(job.preprocessor, "preprocessor", scratch / "preprocessor")
+    identity = {
+        "version": VERSION,
+        "dataset": dataset.name,
+        "manifest": await anyio.to_thread.run_sync(digest_file, manifest),
+        "slices": len(dataset.samples),
+        "model": describe_artifact(model),
+        "preprocessor": None if preprocessor is None else describe_artifact(preprocessor),
+        "sampling": job.sampling(),
+        "columns": list(job.results.columns),
+    }
+    if restored.identity is not None and (other := differences(restored.identity, identity)):
         raise JobFailedError("\n".join([f"{context.directory}: this is another job than the one to resume:", *other]))
+    files = PartFiles(context.directory, [samples or 0 for samples in dataset.samples], job.inference.task)
     parts = list(restored.parts.values())
-    raise_faults(context.directory, await anyio.to_thread.run_sync(files.verify, parts))
+    if faults := await anyio.to_thread.run_sync(files.verify, parts):
+        raise JobFailedError("\n".join([f"{context.directory}: the job's files are not as its journal says:", *faults]))
     await anyio.to_thread.run_sync(files.settle, parts)
     _remove_stale_sources(context.directory, scratch)
-    await anyio.Path(scratch / MANIFEST).replace(context.directory / MANIFEST)
-    columns = result_columns(job, sources.dataset)
-    preprocessor = None if sources.preprocessor is None else sources.preprocessor.reference
+    await anyio.Path(manifest).replace(context.directory / MANIFEST)
     return InferenceData(
-        dataset=sources.dataset,
-        identity=sources.identity,
-        spec=task_spec(job, sources.dataset.name, sources.model.reference, preprocessor),
+        dataset=dataset,
+        identity=identity,
+        spec=task_spec(job, dataset.name, model.reference, None if preprocessor is None else preprocessor.reference),
         files=files,
         largest_slice=await anyio.to_thread.run_sync(_largest_slice, context.directory / MANIFEST),
-        finish=partial(_finish, files, f"{sources.dataset.name}-results", columns),
+        finish=partial(_finish, files, f"{dataset.name}-results", result_columns(job, dataset)),
     )
 
 
@@ -143,7 +126,7 @@ def _largest_slice(manifest: Path) -> int:
     return max((entry.size for entry in found.slices), default=0)
 
 
-async def _finish(files: PartFiles, dataset: str, columns: Mapping[str, str], parts: Sequence[CommittedPart]) -> None:
+async def _finish(files: PartFiles, dataset: str, columns: Mapping[str, str], parts: Sequence[PartRecord]) -> None:
     """Write the manifest of the results, and audit them.
 
     Raises:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TrafficCounts
-from hypha_scheduler.strategies.inference.part_check import ErrorKind, PartCounts
+from hypha_scheduler.strategies.inference.part_check import ErrorKind
+from hypha_scheduler.strategies.inference.parts import PartRecord
 
 
 @dataclass(slots=True)
@@ -37,26 +38,26 @@ class Tally:
     """Rows of this run after its first part."""
     _later_tokens: int = 0
 
-    def restore(self, worker: PeerId, counts: PartCounts) -> None:
+    def restore(self, part: PartRecord) -> None:
         """Count a part of an earlier run."""
-        self.rows += counts.rows
-        self.errors += counts.errors
-        self.tokens += counts.tokens
-        for name, kind in counts.error_kinds.items():
+        self.rows += part.rows
+        self.errors += part.errors
+        self.tokens += part.tokens
+        for name, kind in part.error_kinds.items():
             known = self.error_kinds.get(name)
             self.error_kinds[name] = kind if known is None else known.with_rows(kind.rows)
-        self.rows_of[worker] += counts.rows
-        self.parts_of[worker] += 1
+        self.rows_of[part.worker] += part.rows
+        self.parts_of[part.worker] += 1
 
-    def commit(self, worker: PeerId, counts: PartCounts, now: float) -> None:
+    def commit(self, part: PartRecord, now: float) -> None:
         """Count a part that was committed now."""
-        self.restore(worker, counts)
+        self.restore(part)
         self._last = now
         if self._first is None:
             self._first = now
         else:
-            self._later_rows += counts.rows
-            self._later_tokens += counts.tokens
+            self._later_rows += part.rows
+            self._later_tokens += part.tokens
 
     @property
     def is_one_error(self) -> bool:

@@ -85,9 +85,6 @@ class InferenceWorkers:
     def __iter__(self) -> Iterator[InferenceWorker]:
         return iter(self._by_lease.values())
 
-    def __len__(self) -> int:
-        return len(self._by_lease)
-
     def add(self, leases: Iterable[Lease]) -> None:
         """Add new leases."""
         for lease in leases:
