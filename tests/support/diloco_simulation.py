@@ -51,9 +51,11 @@ from hypha_scheduler.strategies.base import (
     TaskState,
     WriteJournal,
 )
+from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
 from hypha_scheduler.strategies.diloco.restore import restore
+from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.running_job import TrainingData
 
 PEERS = [PeerId.from_public_key(bytes([number]) * 32) for number in range(1, 9)]
@@ -68,6 +70,13 @@ BATCH = 4
 def digest_of(*parts: object) -> str:
     """Return the digest of some values."""
     return f"blake3:{blake3(repr(parts).encode()).hexdigest()}"
+
+
+def batch_done(
+    rounds: Rounds, peer: PeerId, samples: int, now: float, seconds: float | None = None, waited: float = 0.0
+) -> ReportAnswer:
+    """Report one batch, for which its executor states no durations by default."""
+    return rounds.batches_done(peer, (MeasuredBatch(samples, seconds, waited),), now)
 
 
 def job_table(**changes: Any) -> DilocoJobConfig:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable
 
 import pytest
+from support.diloco_simulation import batch_done
 
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import Contribution, SampleRange, StateContribution
@@ -40,7 +41,7 @@ def make(minimum: int = 2, rounds: int = 6) -> Rounds:
     for peer in (A, B, C):
         assert made.join(peer, 0.0) == (1, ())
         made.training_began(peer, 0.0)
-        made.batch_done(peer, 16, 1.0, 1.0)
+        batch_done(made, peer, 16, 1.0, 1.0)
     return made
 
 
@@ -59,7 +60,7 @@ def close(rounds: Rounds, number: int, now: float, *peers: PeerId) -> tuple[Effe
     for peer in peers:
         rounds.update_merged(peer, now)
     for peer in peers:
-        rounds.batch_done(peer, 16, now + 1.0)
+        batch_done(rounds, peer, 16, now + 1.0)
     return effects
 
 
@@ -93,7 +94,7 @@ def test_a_joiner_begins_with_the_next_round_and_holds_none_up(rounds: Rounds) -
     assert rounds.join(D, 6.6) == (2, ())  # the answer was lost
     assert announced(post(rounds, 7.0, A, B, C)) == [[A, B, C]]  # it fetches the weights still
     rounds.training_began(D, 7.1)
-    assert rounds.batch_done(D, 16, 7.5) == ScheduleUpdate(0)
+    assert batch_done(rounds, D, 16, 7.5) == ScheduleUpdate(0)
     assert rounds.goes_on_without(D, 2)
 
 
@@ -104,7 +105,7 @@ def test_a_joiner_is_expected_after_its_first_batch(rounds: Rounds) -> None:
     close(rounds, 1, 5.0, A, B, C)
     rounds.join(D, 6.0)
     rounds.training_began(D, 6.0)
-    rounds.batch_done(D, 16, 7.0)
+    batch_done(rounds, D, 16, 7.0)
     assert announced(post(rounds, 7.0, A, B, C)) == []
     assert announced(post(rounds, 8.0, D)) == [[A, B, C, D]]
 
@@ -125,7 +126,7 @@ def test_a_worker_joins_at_once_if_nobody_else_trains(gone: str) -> None:
             rounds.worker_lost(peer, "power", 3.0)
     else:
         silent(rounds, 61.0)
-        assert all(rounds.is_away(peer) for peer in (A, B, C))
+        assert all(rounds.is_dropped(peer, 1) for peer in (A, B, C))
     assert rounds.join(D, 61.0)[0] == 1
 
 
@@ -170,11 +171,11 @@ def test_nobody_joins_a_job_whose_last_round_is_closed() -> None:
 
 
 def test_a_silent_worker_is_suspected_by_its_own_rhythm_once(rounds: Rounds) -> None:
-    rounds.batch_done(A, 16, 2.0)
-    rounds.batch_done(B, 16, 2.0)
+    batch_done(rounds, A, 16, 2.0)
+    batch_done(rounds, B, 16, 2.0)
     for now in (3.0, 4.0, 5.0, 6.0):
-        rounds.batch_done(A, 16, now)
-        rounds.batch_done(B, 16, now)
+        batch_done(rounds, A, 16, now)
+        batch_done(rounds, B, 16, now)
     assert silent(rounds, 6.5) == [suspected_event(C, 1, 5.0)]
     assert not [effect for effect in silent(rounds, 7.9) if effect == suspected_event(C, 1, 6.4)]
 
@@ -182,7 +183,7 @@ def test_a_silent_worker_is_suspected_by_its_own_rhythm_once(rounds: Rounds) -> 
 def test_a_late_worker_that_asks_is_told_to_end_its_round_at_once(rounds: Rounds) -> None:
     post(rounds, 2.0, A, B)
     silent(rounds, 12.0)
-    assert rounds.batch_done(C, 16, 12.5) == ScheduleUpdate(0)
+    assert batch_done(rounds, C, 16, 12.5) == ScheduleUpdate(0)
     assert rounds.join(C, 13.0) == (None, ())
     close(rounds, 1, 14.0, A, B)
     assert rounds.join(C, 15.5) == (2, (Joined(C, 2),))
@@ -208,7 +209,7 @@ def test_a_round_with_too_few_members_waits_until_another_one_joins() -> None:
     assert number == 1
     assert effects == (Joined(D, 1), continued_event(998.0, BACK))
     rounds.training_began(D, 1001.0)
-    rounds.batch_done(D, 16, 1002.0)
+    batch_done(rounds, D, 16, 1002.0)
     assert announced(post(rounds, 1003.0, D)) == [[A, B, D]]
 
 
@@ -217,7 +218,7 @@ def test_a_late_worker_that_the_round_needs_takes_part_when_it_reports() -> None
     post(rounds, 2.0, A, B)
     effects = silent(rounds, 60.0)
     assert names(effects) == ["worker_suspected", "worker_late", "paused"]
-    rounds.batch_done(C, 16, 61.0)
+    batch_done(rounds, C, 16, 61.0)
     assert names(rounds.take_effects(61.0)) == ["continued"]
     assert announced(post(rounds, 62.0, C)) == [[A, B, C]]
 
@@ -241,7 +242,7 @@ def test_deadlines_stand_still_without_a_parameter_server(rounds: Rounds) -> Non
 def test_a_worker_that_reports_while_the_job_stands_still_is_suspected_as_soon_as_ever(rounds: Rounds) -> None:
     post(rounds, 2.0, A, B)
     for now in range(2, 51):
-        rounds.batch_done(C, 16, now)
+        batch_done(rounds, C, 16, now)
     rounds.postpone(48.0, 2.0)  # from 2 to 50
     assert silent(rounds, 55.5) == [suspected_event(C, 1, 5.0)]
 
@@ -265,7 +266,7 @@ def test_a_restarted_worker_takes_part_again_if_its_update_did_not_arrive() -> N
     assert rounds.join(C, 5.0)[0] == 1
     assert rounds.update_missing(1, C, "it did not arrive", 5.1) == ()  # a report that was repeated
     rounds.training_began(C, 5.0)
-    rounds.batch_done(C, 16, 6.0)
+    batch_done(rounds, C, 16, 6.0)
     assert announced(post(rounds, 7.0, C)) == [[A, B, C]]
 
 
@@ -305,7 +306,7 @@ def test_a_late_update_is_sent_back_without_counting_as_a_fault_and_its_samples_
     state.state_contribution(A, statement(1, used[A], "a"), None, 2.0)
     while (due := state.rounds.deadline()) is not None and due < 30.0:
         state.rounds.expire(due)
-    assert state.rounds.is_away(B)
+    assert state.rounds.is_dropped(B, 1)
     late = statement(1, used[B], "b")
     for _ in range(2):
         answer, effects = state.state_contribution(B, late, None, 30.0)
@@ -362,7 +363,7 @@ def test_executors_that_are_done_are_answered_so() -> None:
     silent(rounds, 12.0)
     rounds.step_committed(1, 13.0)
     assert rounds.update_merged(A, 14.0) == Done()
-    assert rounds.batch_done(C, 16, 14.0) == Done()
+    assert batch_done(rounds, C, 16, 14.0) == Done()
     assert not rounds.is_over
     effects = silent(rounds, 200.0)
     assert late_event(B, 1, 60.0) in effects  # it never merges the last outer update
@@ -371,5 +372,5 @@ def test_executors_that_are_done_are_answered_so() -> None:
 
 def test_reports_of_a_former_executor_change_nothing(rounds: Rounds) -> None:
     rounds.restart(C, "killed", 2.0)
-    assert rounds.batch_done(C, 16, 2.1) == Continue()
+    assert batch_done(rounds, C, 16, 2.1) == Continue()
     assert rounds.progress_of(C, 1) == (0, 0)

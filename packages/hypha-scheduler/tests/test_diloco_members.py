@@ -164,28 +164,28 @@ class TestTimeouts:
     def test_measured_durations_replace_the_fixed_ones(self) -> None:
         timeouts = Timeouts(model_bytes=1_000_000)
         for seconds in (1.0, 200.0):
-            timeouts.observe_start(seconds)
-            timeouts.observe_step(seconds)
-            timeouts.observe_merge(seconds)
+            timeouts.starts.append(seconds)
+            timeouts.steps.append(seconds)
+            timeouts.merges.append(seconds)
         assert {timeouts.start_timeout(), timeouts.step_timeout(), timeouts.merge_timeout()} == {FACTOR * 200.0}
 
     def test_fast_workers_leave_a_slow_one_the_time_of_its_transfers(self) -> None:
         timeouts = Timeouts(model_bytes=1_000_000_000)
-        timeouts.observe_start(5.0)
-        timeouts.observe_merge(1.0)
+        timeouts.starts.append(5.0)
+        timeouts.merges.append(1.0)
         assert timeouts.merge_timeout() == 1000.0
         assert timeouts.start_timeout() == START + 1000.0
 
     def test_a_short_duration_leaves_time_and_an_old_one_is_forgotten(self) -> None:
         timeouts = Timeouts(model_bytes=1)
-        timeouts.observe_step(100.0)
+        timeouts.steps.append(100.0)
         for _ in range(20):
-            timeouts.observe_step(0.1)
+            timeouts.steps.append(0.1)
         assert timeouts.step_timeout() == 30.0
 
     def test_configured_timeouts_override(self) -> None:
         timeouts = Timeouts(1 << 30, start=5.0, step=6.0, merge=7.0)
-        timeouts.observe_start(100.0)
+        timeouts.starts.append(100.0)
         assert (timeouts.start_timeout(), timeouts.step_timeout(), timeouts.merge_timeout()) == (5.0, 6.0, 7.0)
 
 

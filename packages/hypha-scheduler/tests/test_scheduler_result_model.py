@@ -27,7 +27,7 @@ from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import write_result
-from hypha_scheduler.strategies.diloco.evaluations import Evaluations, WeightsQuality
+from hypha_scheduler.strategies.diloco.checkpoints import Evaluations, WeightsQuality
 from hypha_scheduler.strategies.diloco.result_model import START_MODEL, UPDATES, ResultModel, UpdateFileError
 
 OUTER = Nesterov(learning_rate=0.7, momentum=0.9)

@@ -180,7 +180,7 @@ class Membership:
             return self._avoid(peer, why, now)  # its worker gave it up: the disk is full
         is_refused = self.running.training.contributions.refusals[peer] > 0
         known = replace(end, exit_code=None) if is_refused else end  # what a refusal ends is no fault of the job
-        at_once = self.running.training.micro_batches.get(peer, self.running.training.rounds.batch_size)
+        at_once = self.running.training.micro_batches.get(peer, self.running.training.rounds.settings.batch_size)
         match self.running.retries.count_failure(peer, lease, known, at_once):
             case FailJob(reason):
                 return JobFault(f"task {task.name} on worker {peer}: {reason}")

@@ -267,7 +267,7 @@ class DilocoOperator(Operator):
             self._avoidance.seek_other(role, role, avoided, now)
             self._avoidance.give_in(now)
             return ()
-        paused = None if self._running is None else self._running.training.rounds.pause_reason
+        paused = None if self._running is None else self._running.training.rounds.pause.reason
         return self._fail(reasons if paused is None else f"{paused}\n{reasons}")
 
     # ----------------------------------------------------------------------------------------------------------- tasks

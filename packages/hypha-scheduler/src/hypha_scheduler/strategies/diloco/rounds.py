@@ -17,7 +17,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import Acknowledged, Continue, Done, ReportAnswer, ReportError, ScheduleUpdate
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch, seconds_since_first
 from hypha_scheduler.strategies.diloco.events import late_event
-from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, Standing
+from hypha_scheduler.strategies.diloco.members import Roster, RoundMember, RoundPause, Standing
 from hypha_scheduler.strategies.diloco.open_round import Round, RoundShare, mean_loss
 from hypha_scheduler.strategies.diloco.round_allocation import RoundAllocation
 from hypha_scheduler.strategies.diloco.round_deadlines import RoundDeadlines
@@ -29,7 +29,6 @@ from hypha_scheduler.strategies.diloco.round_effects import (
     RoundSettings,
     StepOverdue,
 )
-from hypha_scheduler.strategies.diloco.round_pause import RoundPause
 
 _HURRY: Final = 5.0
 """Least time in seconds that the parameter server waits for updates of which the sender is gone."""
@@ -40,108 +39,85 @@ class Rounds:
 
     def __init__(self, settings: RoundSettings, members: Iterable[PeerId], now: float, closed: int = 0) -> None:
         """Start the round after `closed` with `members`."""
-        self._settings = settings
+        self.settings = settings
         self._first = closed + 1
-        self._members = {peer: RoundMember(self._first, since=now, seen_at=now) for peer in members}
+        self.members = {peer: RoundMember(self._first, since=now, seen_at=now) for peer in members}
+        """Workers that take part in the job."""
         self._rounds: dict[int, Round] = {self._first: Round(self._first, now, is_first=True)}
-        self._roster = Roster(settings.min_members, self._members)
+        self._roster = Roster(settings.min_members, self.members)
         self._deadlines = RoundDeadlines(settings, self._roster, self._rounds, self._first)
         self._allocation = RoundAllocation(settings, self._roster)
-        self._closed = closed
+        self.closed = closed
+        """Number of the last round whose outer step was taken; 0 before the first."""
         self._steps: deque[float] = deque(maxlen=8)
         """Seconds from the announcement to the step of the last rounds."""
-        self._pause = RoundPause(self._roster)
+        self.pause = RoundPause(self._roster)
         self._unreported: tuple[Effect, ...] = ()
         """Effects of methods that return none."""
         self.closes_by_commit = False
         """Whether the parameter server pushes its outer update before it reports the step."""
 
-    @property
-    def members(self) -> frozenset[PeerId]:
-        """Workers that take part in the job."""
-        return frozenset(self._members)
-
     def round_of(self, peer: PeerId) -> int | None:
         """Return the number of the round that a worker is in; None if it is no member."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         return None if member is None else member.round
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per batch of a worker."""
-        return self._settings.batch_size
 
     @property
     def evaluation_timeout(self) -> float:
         """Seconds that workers may take to evaluate the last weights; 0 if none does."""
-        return self._deadlines.evaluation_timeout(self._closed, self._members.values())
-
-    @property
-    def closed(self) -> int:
-        """Number of the last round whose outer step was taken; 0 before the first."""
-        return self._closed
+        return self._deadlines.evaluation_timeout(self.closed, self.members.values())
 
     @property
     def is_complete(self) -> bool:
         """Whether the last outer step was taken."""
-        return self._closed >= self._settings.rounds
+        return self.closed >= self.settings.rounds
 
     @property
     def is_over(self) -> bool:
         """Whether the last outer step was taken, and merged by every worker that is not left out of the last round."""
-        settled = all(member.done or self.is_excused(peer) for peer, member in self._members.items())
+        settled = all(member.done or self.is_excused(peer) for peer, member in self.members.items())
         return self.is_complete and settled
 
     def is_excused(self, peer: PeerId) -> bool:
         """Return whether the last round continues without `peer`, which then has nothing left to do."""
-        last, member = self._rounds.get(self._settings.rounds), self._members.get(peer)
+        last, member = self._rounds.get(self.settings.rounds), self.members.get(peer)
         is_out = self.is_complete and member is not None and member.standing is not Standing.TRAINING
         return is_out or (last is not None and peer in last.dropped)
 
     @property
-    def pause_reason(self) -> str | None:
-        """Why the open round waits; None if it does not."""
-        return self._pause.reason
-
-    @property
     def _open(self) -> Round | None:
         """The round after the last closed one; None before the first report in it, and after the last round."""
-        return self._rounds.get(self._closed + 1)
+        return self._rounds.get(self.closed + 1)
 
     @property
     def _last(self) -> Round:
         """The last closed round of this run."""
-        return self._rounds.get(self._closed) or self._rounds[self._first]
+        return self._rounds.get(self.closed) or self._rounds[self._first]
 
     def _begin_open(self, now: float) -> Round:
-        return self._rounds.setdefault(self._closed + 1, Round(self._closed + 1, now))
+        return self._rounds.setdefault(self.closed + 1, Round(self.closed + 1, now))
 
     # --------------------------------------------------------------------------------------------- members come and go
 
     def add(self, peer: PeerId, now: float) -> tuple[Effect, ...]:
         """Add a worker that was given a task: until it joins, no round expects it."""
-        self._members[peer] = RoundMember(self._closed + 1, Standing.PREPARING, since=now, seen_at=now)
+        self.members[peer] = RoundMember(self.closed + 1, Standing.PREPARING, since=now, seen_at=now)
         return self._go_on(now)
 
     def note_joins(self, peer: PeerId) -> None:
         """Record that the executor of a worker asks with which round it begins, as an earlier run has seen."""
-        if (member := self._members.get(peer)) is not None:
+        if (member := self.members.get(peer)) is not None:
             member.joins = True
 
     def joins(self, peer: PeerId) -> bool:
         """Return whether the executor of a worker has asked with which round it begins."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         return member is not None and member.joins
 
     def is_preparing(self, peer: PeerId) -> bool:
         """Return whether a worker has not joined since its executor was started."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         return member is not None and member.standing is Standing.PREPARING
-
-    def is_away(self, peer: PeerId) -> bool:
-        """Return whether a worker was late, and has not joined or reported in the open round since."""
-        member = self._members.get(peer)
-        return member is not None and member.standing is Standing.AWAY
 
     def may_begin(self, peer: PeerId) -> bool:
         """Return whether a worker has joined the open round, and has reported no batch of it."""
@@ -154,7 +130,7 @@ class Rounds:
         asked before the round began.
         """
         current = self._open
-        if peer not in self._members or self.is_complete:
+        if peer not in self.members or self.is_complete:
             return False
         return current is None or self._roster.can_join(peer, current)
 
@@ -163,7 +139,7 @@ class Rounds:
 
         With `waits` it has to ask again in any case.
         """
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None:
             return None, ()
         member.joins = True
@@ -172,7 +148,7 @@ class Rounds:
             return member.round, ()
         effects = self._drop_open_work(peer, member, f"worker {peer} begins anew", now)
         if waits or not self.can_join_now(peer):
-            member.asked_in = self._closed + 1 if member.asked_in is None else member.asked_in
+            member.asked_in = self.closed + 1 if member.asked_in is None else member.asked_in
             member.heard(now)
             return None, effects
         self._admit(peer, member, now)
@@ -180,10 +156,10 @@ class Rounds:
 
     def join_at_once(self, peer: PeerId, now: float) -> bool:
         """Let a worker whose executor does not ask begin with the round of its task, if that is open still."""
-        member, current = self._members.get(peer), self._open
+        member, current = self.members.get(peer), self._open
         if member is None or member.joins or member.standing is not Standing.PREPARING:
             return False
-        if member.round != self._closed + 1 or (current is not None and current.announced_at is not None):
+        if member.round != self.closed + 1 or (current is not None and current.announced_at is not None):
             return False
         self._admit(peer, member, now)
         current = self._begin_open(now)
@@ -205,7 +181,7 @@ class Rounds:
 
         Its update of the open round counts if it was stated; the parameter server does not wait long for it.
         """
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None:
             return ()
         effects = self._drop_open_work(peer, member, f"the executor of {peer} ended: {why}", now)
@@ -224,47 +200,39 @@ class Rounds:
         for current in self._unclosed():
             if not current.has_posted(peer) or peer in current.dropped:
                 current.parts.pop(peer, None)
-        self._pause.last_change = why
+        self.pause.last_change = why
         return self._go_on(now)
 
     def _unclosed(self) -> list[Round]:
-        return [current for current in self._rounds.values() if current.number > self._closed]
+        return [current for current in self._rounds.values() if current.number > self.closed]
 
     # ---------------------------------------------------------------------------------------------------------- pauses
 
     def server_lost(self, why: str, now: float) -> tuple[Effect, ...]:
         """Process that there is no parameter server: no deadline passes until there is another one."""
-        self._pause.server_gone = why
+        self.pause.server_gone = why
         for current in self._unclosed():
             current.forget_announcement()
-        return self._review(now)
+        return self.take_effects(now)
 
     def server_ready(self, now: float) -> tuple[Effect, ...]:
         """Process that there is a parameter server again: if the open round is complete it is announced again."""
-        self._pause.server_gone = None
+        self.pause.server_gone = None
         return self._go_on(now)
 
     def take_effects(self, now: float) -> tuple[Effect, ...]:
-        """Return the effects of methods that return none."""
-        return self._review(now)
-
-    def _review(self, now: float) -> tuple[Effect, ...]:
-        """Begin or end a pause if there is reason to."""
+        """Return the effects of methods that return none; begin or end a pause if there is reason to."""
         effects, self._unreported = self._unreported, ()
-        change = self._pause.set(None if self.is_complete else self._pause.why(self._closed + 1, self._open), now)
-        if change is not None and self._pause.reason is None:
-            self._move_times(now - self._pause.began_at, self._pause.began_at)
+        change = self.pause.set(None if self.is_complete else self.pause.why(self.closed + 1, self._open), now)
+        if change is not None and self.pause.reason is None:
+            self.postpone(now - self.pause.began_at, self.pause.began_at)
         return effects if change is None else (*effects, change)
 
-    def postpone(self, seconds: float, before: float = math.inf) -> None:
+    def postpone(self, seconds: float, before: float) -> None:
         """Move deadlines, because the job stood still for `seconds`; those that count from reports up to `before`."""
-        self._move_times(seconds, before)
-
-    def _move_times(self, seconds: float, before: float) -> None:
-        """Move the times up to `before` from which deadlines count."""
         for current in self._rounds.values():
             current.postpone(seconds, before)
-        for member in self._members.values():
+        for member in self.members.values():
             member.postpone(seconds, before)
 
     def _go_on(self, now: float) -> tuple[Effect, ...]:
@@ -272,32 +240,18 @@ class Rounds:
         announced: tuple[Effect, ...] = ()
         for current in self._unclosed():
             announced += self._announce_if_complete(current, now)
-        return (*self._review(now), *announced)
+        return (*self.take_effects(now), *announced)
 
     # ------------------------------------------------------------------------------------------------- training workers
 
     def training_began(self, peer: PeerId, now: float) -> None:
         """Record that a worker got its first slice, and begins its first batch when it has fetched it."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None or member.standing is Standing.PREPARING:
             return
         member.heard(now)
         part = self._rounds[member.round].part(peer)
         part.last_at = now if part.last_at is None else part.last_at
-
-    def batch_done(
-        self, peer: PeerId, samples: int, now: float, seconds: float | None = None, waited: float = 0.0
-    ) -> ReportAnswer:
-        """Process the report of one finished batch, see `batches_done`.
-
-        Args:
-            peer: the worker.
-            samples: samples in the batch.
-            now: time of the report.
-            seconds: duration of the batch as the executor states it, without the wait for data; None if it does not.
-            waited: seconds for which it has waited for data before, as the executor states it.
-        """
-        return self.batches_done(peer, (MeasuredBatch(samples, seconds, waited),), now)
 
     def batches_done(
         self,
@@ -318,7 +272,7 @@ class Rounds:
                 the answer to the report of the last one, which may allocate more.
             settles: whether it waits for none if this answer leaves it at that.
         """
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None:
             return ReportError()
         if member.standing is Standing.PREPARING:  # a late report of an executor that has ended
@@ -329,7 +283,7 @@ class Rounds:
         if member.done or part.posted_at is not None:
             return Done() if member.done else Continue()
         longest = max(0.0, now - current.began_at)
-        batches = [batch.bounded(self._settings.batch_size, longest) for batch in batches]
+        batches = [batch.bounded(self.settings.batch_size, longest) for batch in batches]
         current.batch_began(now, part.last_at, seconds_since_first(batches))
         self._measure_batches(member, part, batches, now)
         part.last_at = now
@@ -360,7 +314,7 @@ class Rounds:
 
     def batches_known(self, peer: PeerId, now: float) -> ReportAnswer:
         """Process a report of which no batch is to be counted; the response is as that of `batches_done`."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None:
             return ReportError()
         if member.standing is not Standing.PREPARING:
@@ -374,7 +328,7 @@ class Rounds:
 
     def _part_in(self, peer: PeerId, number: int) -> RoundShare | None:
         """Return the part of a worker in a round; None if it is not in this one."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None or member.standing is Standing.PREPARING or member.round != number:
             return None
         return self._rounds[number].part(peer)
@@ -385,18 +339,18 @@ class Rounds:
         if self._can_return(peer, current):
             current.dropped.discard(peer)
             member.change(Standing.TRAINING, now)
-            self._unreported = self._review(now)
+            self._unreported = self.take_effects(now)
 
     def _can_return(self, peer: PeerId, current: Round) -> bool:
         """Return whether a worker that was late, or has just joined, can take part in a round that is open still."""
-        is_open = current.number > self._closed and current.announced_at is None and peer not in current.refused
-        return is_open and self._members[peer].standing in (Standing.JOINED, Standing.AWAY)
+        is_open = current.number > self.closed and current.announced_at is None and peer not in current.refused
+        return is_open and self.members[peer].standing in (Standing.JOINED, Standing.AWAY)
 
     def _measure_batches(
         self, member: RoundMember, part: RoundShare, batches: Sequence[MeasuredBatch], now: float
     ) -> None:
         if not member.has_trained and part.last_at is not None:
-            self._settings.timeouts.observe_start(now - member.since)
+            self.settings.timeouts.starts.append(now - member.since)
         member.has_trained = True
         interval = None if part.last_at is None or now < part.last_at else now - part.last_at
         member.throughput.observe_report(batches, interval, begins_round=part.batches == 0)
@@ -406,16 +360,16 @@ class Rounds:
     def _answer_batch(self, current: Round, peer: PeerId, now: float) -> ReportAnswer:
         if self.is_excused(peer):
             return Done()
-        if peer in current.dropped or self._members[peer].standing is Standing.AWAY:
+        if peer in current.dropped or self.members[peer].standing is Standing.AWAY:
             # its update is not used: it begins anew with another round, or catches up once the round is closed
-            ends = self._members[peer].joins or current.number <= self._closed
+            ends = self.members[peer].joins or current.number <= self.closed
             return ScheduleUpdate(counter=0) if ends else Continue()
         count = self._allocation.allocate(peer, current, now)
         return Continue() if count is None else ScheduleUpdate(counter=count)
 
     def update_sending(self, peer: PeerId, now: float) -> None:
         """Process that an executor is about to send its pseudo-gradient, which its worker will state."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is not None and member.standing is not Standing.PREPARING:
             member.heard(now)
             self._rounds[member.round].part(peer).sending_at = now
@@ -425,7 +379,7 @@ class Rounds:
 
         `counts` are the numbers of samples and batches where these are stated; otherwise the reported batches count.
         """
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None or member.standing is Standing.PREPARING:
             return ()
         current = self._rounds[member.round]
@@ -438,9 +392,9 @@ class Rounds:
 
     def goes_on_without(self, peer: PeerId, number: int) -> bool:
         """Return whether an update of a worker that is stated now cannot count in a round."""
-        current, member = self._rounds.get(number), self._members.get(peer)
-        if number <= self._closed or member is None or current is None:
-            return number <= self._closed or member is None
+        current, member = self._rounds.get(number), self.members.get(peer)
+        if number <= self.closed or member is None or current is None:
+            return number <= self.closed or member is None
         if member.standing is Standing.PREPARING or current.announced_at is not None:
             return member.standing is Standing.PREPARING or peer in current.dropped
         return peer in current.refused
@@ -454,12 +408,12 @@ class Rounds:
     def is_dropped(self, peer: PeerId, number: int) -> bool:
         """Return whether a round is closed, or continues without a worker."""
         current = self._rounds.get(number)
-        return number <= self._closed or (current is not None and peer in current.dropped)
+        return number <= self.closed or (current is not None and peer in current.dropped)
 
     def is_announced(self, number: int) -> bool:
         """Return whether the members of a round were announced: a parameter server may have averaged them."""
         current = self._rounds.get(number)
-        return number <= self._closed or (current is not None and current.was_announced)
+        return number <= self.closed or (current is not None and current.was_announced)
 
     def loss_of(self, number: int, members: Iterable[PeerId]) -> float | None:
         """Return the mean loss of members of a round that have reported one, weighted by samples."""
@@ -471,32 +425,32 @@ class Rounds:
         self, peer: PeerId, number: int, loss: float | None, now: float | None = None
     ) -> tuple[Effect, ...]:
         """Record the loss that a worker reported for a round, which it does when its update has arrived."""
-        current, member = self._rounds.get(number), self._members.get(peer)
+        current, member = self._rounds.get(number), self.members.get(peer)
         if member is None or current is None:
             return ()
         part = current.part(peer)
         part.loss = math.nan if loss is None else loss
-        if now is not None and number > self._closed and part.note_delivery(now):
+        if now is not None and number > self.closed and part.note_delivery(now):
             member.rhythm.delivery_took(now - (part.last_at or now))
         return current.close(only_complete=True)
 
     def update_merged(self, peer: PeerId, now: float) -> ReportAnswer:
         """Process that a worker has merged the outer update; it continues with the next round, leaves or is done."""
-        member = self._members.get(peer)
+        member = self.members.get(peer)
         if member is None or member.standing is Standing.PREPARING:
             return ReportError()
         member.heard(now)
         if not self._rounds[member.round].was_announced:  # a response was lost and the report repeated
-            if member.round > self._settings.rounds:  # since the job was taken up again
+            if member.round > self.settings.rounds:  # since the job was taken up again
                 member.done = True
                 return Done()
             return Continue() if member.round > 1 else ReportError()
-        if member.round >= self._settings.rounds:
+        if member.round >= self.settings.rounds:
             member.done = True
             return Done()
-        if member.drains and len(self._taking_part()) > self._settings.min_members:
-            del self._members[peer]
-            self._unreported = self._review(now)
+        if member.drains and len(self._taking_part()) > self.settings.min_members:
+            del self.members[peer]
+            self._unreported = self.take_effects(now)
             for current in self._unclosed():  # it may have been the last one for which the next round waits
                 if current.number > member.round:
                     self._unreported += self._announce_if_complete(current, now)
@@ -505,18 +459,18 @@ class Rounds:
         return Continue()
 
     def _taking_part(self) -> list[PeerId]:
-        return [p for p, m in self._members.items() if m.standing in (Standing.TRAINING, Standing.JOINED)]
+        return [p for p, m in self.members.items() if m.standing in (Standing.TRAINING, Standing.JOINED)]
 
     def _next_round(self, peer: PeerId, member: RoundMember, now: float) -> None:
         """Let a worker that has merged the outer update of its round begin the next one."""
         if (closed_at := self._rounds[member.round].closed_at) is not None and now >= closed_at:
             evaluates = self._deadlines.is_evaluated(member.round)
             (member.rhythm.evaluated_merges if evaluates else member.rhythm.merges).append(now - closed_at)
-            self._settings.timeouts.observe_merge(now - closed_at)
+            self.settings.timeouts.merges.append(now - closed_at)
         member.round += 1
         current = self._rounds.setdefault(member.round, Round(member.round, now))
         current.part(peer).last_at = now
-        if member.standing is Standing.AWAY and current.number > self._closed:
+        if member.standing is Standing.AWAY and current.number > self.closed:
             self._catch_up(peer, member, current, now)
         self._forget_rounds()
 
@@ -526,12 +480,12 @@ class Rounds:
             current.dropped.add(peer)
             return
         member.change(Standing.JOINED, now)
-        self._unreported = self._review(now)
+        self._unreported = self.take_effects(now)
 
     def _forget_rounds(self) -> None:
         """Forget rounds that were reported and in which no worker is any more."""
-        needed = [m.round for m in self._members.values() if m.standing is not Standing.PREPARING]
-        behind = min([self._closed + 1, *needed]) - 1
+        needed = [m.round for m in self.members.values() if m.standing is not Standing.PREPARING]
+        behind = min([self.closed + 1, *needed]) - 1
         for number in [n for n, found in self._rounds.items() if n < behind and found.reported]:
             del self._rounds[number]
 
@@ -540,7 +494,7 @@ class Rounds:
     def _announce_if_complete(self, current: Round, now: float) -> tuple[Effect, ...]:
         """Announce the members of a round that waits for none; again if they are others than before."""
         expected, least = self._roster.expected(current), self._roster.least(current)
-        if current.number <= self._closed or self._pause.server_gone is not None:
+        if current.number <= self.closed or self.pause.server_gone is not None:
             return ()
         if len(expected) < least:
             return self._wait_for_others(current, expected)
@@ -554,14 +508,14 @@ class Rounds:
             return (Fail(f"round {current.number}: {len(members)} updates of at least {least}"),)
         current.announce(members, now)
         self._roster.leave_out_joiners(current, now)
-        has_gone = any(self._members[peer].standing is Standing.PREPARING for peer in parts)
+        has_gone = any(self.members[peer].standing is Standing.PREPARING for peer in parts)
         return (AnnounceRound(current.number, members, self._hurry() if has_gone else self._deadlines.updates_wait()),)
 
     def _wait_for_others(self, current: Round, expected: Collection[PeerId]) -> tuple[Effect, ...]:
         """Take back the announcement of a round that has too few members now, unless the step was taken already."""
-        others = self._members.keys() - current.refused
+        others = self.members.keys() - current.refused
         if current.refused and not others:
-            why = f"{self._pause.last_change}; {len(expected)} of at least 1 remain"
+            why = f"{self.pause.last_change}; {len(expected)} of at least 1 remain"
             return (Fail(f"round {current.number}: {why}"),)
         if current.announced_at is None:
             return ()
@@ -590,30 +544,30 @@ class Rounds:
         """
         current = self._open
         if self.closes_by_commit or current is None or not current.was_announced:  # or a repeated report
-            return (self._after_step() if self._closed else ReportError()), ()
+            return (self._after_step() if self.closed else ReportError()), ()
         return self._after_step_of(current, now)
 
     def step_committed(self, number: int, now: float) -> tuple[Effect, ...]:
         """Process that an outer update was recorded, which closes its round."""
         self.closes_by_commit = True
         current = self._rounds.get(number)
-        if current is None or number != self._closed + 1:
+        if current is None or number != self.closed + 1:
             return ()
         return self._after_step_of(current, now)[1]
 
     def _after_step_of(self, current: Round, now: float) -> tuple[ReportAnswer, tuple[Effect, ...]]:
-        self._closed += 1
+        self.closed += 1
         if current.announced_at is None:
             current.announced_at = now
         elif current.announced:
-            self._settings.timeouts.observe_step(now - current.announced_at)
+            self.settings.timeouts.steps.append(now - current.announced_at)
             self._steps.append(now - current.announced_at)
         current.closed_at, current.was_announced = now, True
         self._roster.leave_out_unfinished(current, now)
         missed = () if self.is_complete else self._roster.count_missed(current)
-        before = self._rounds.get(self._closed - 1)
+        before = self._rounds.get(self.closed - 1)
         late = before.close(only_complete=False) if before else ()
-        effects = (*late, *current.close(only_complete=True), *missed, *self._review(now))
+        effects = (*late, *current.close(only_complete=True), *missed, *self.take_effects(now))
         return self._after_step(), effects
 
     def _after_step(self) -> ReportAnswer:
@@ -622,12 +576,12 @@ class Rounds:
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update was refused, as long as there is another one."""
         current = self._rounds.get(number)
-        if current is None or peer not in self._members or number <= self._closed or peer in current.refused:
+        if current is None or peer not in self.members or number <= self.closed or peer in current.refused:
             return ()
         current.dropped.add(peer)
         current.refused.add(peer)
         current.withdraw(peer)
-        self._pause.last_change = f"the update of {peer} was refused: {reason}"
+        self.pause.last_change = f"the update of {peer} was refused: {reason}"
         return self._go_on(now)
 
     def update_missing(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
@@ -635,28 +589,28 @@ class Rounds:
 
         A worker whose executor was started again since may still train in this round.
         """
-        current, member = self._rounds.get(number), self._members.get(peer)
-        if current is None or member is None or number <= self._closed or not current.has_posted(peer):
+        current, member = self._rounds.get(number), self.members.get(peer)
+        if current is None or member is None or number <= self.closed or not current.has_posted(peer):
             return ()  # a repeated report: it may train again by now
         if member.standing is not Standing.PREPARING:
             return self.update_refused(number, peer, reason, now)
         current.parts.pop(peer, None)
         current.withdraw(peer)
-        self._pause.last_change = f"the update of {peer} did not arrive: {reason}"
+        self.pause.last_change = f"the update of {peer} did not arrive: {reason}"
         return self._go_on(now)
 
     # ----------------------------------------------------------------------------------------- draining, lost and late
 
     def drain(self, peer: PeerId) -> None:
         """Let a worker leave once it has merged the outer update of its round, if the job has enough others then."""
-        if (member := self._members.get(peer)) is not None:
+        if (member := self.members.get(peer)) is not None:
             member.drains = True
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Remove a lost worker; its updates in rounds that are not closed are not used."""
-        if self._members.pop(peer, None) is None:
+        if self.members.pop(peer, None) is None:
             return ()
-        self._pause.last_change = f"worker {peer} was lost: {why}"
+        self.pause.last_change = f"worker {peer} was lost: {why}"
         for current in self._unclosed():
             current.parts.pop(peer, None)
             current.dropped.discard(peer)
@@ -666,8 +620,8 @@ class Rounds:
         """Return the time at which a worker or the parameter server is overdue or suspected; None if none can be."""
         if self.is_complete:
             return None if self.is_over else self._deadlines.of_merging(self._last)
-        times = list(self._deadlines.replacements(is_paused=self._pause.reason is not None).values())
-        if self._pause.reason is None:
+        times = list(self._deadlines.replacements(is_paused=self.pause.reason is not None).values())
+        if self.pause.reason is None:
             due = self._round_deadline()
             times += [*([] if due is None else [due]), *self._deadlines.suspicions(self._open).values()]
         return min(times, default=None)
@@ -699,16 +653,16 @@ class Rounds:
         current = self._rounds[self._first]
         current.is_first, current.trains_at = False, now
         for peer, (samples, batches) in posted.items():
-            if peer in self._members:
+            if peer in self.members:
                 current.parts[peer] = RoundShare(samples=samples, batches=batches, posted_at=now)
         if announced is not None:
             current.announced_at, current.was_announced = now, True
-            current.dropped |= self._members.keys() - set(announced)
+            current.dropped |= self.members.keys() - set(announced)
             for peer in current.dropped:
-                self._members[peer].change(Standing.AWAY, now)
-        for peer in self._members.keys() & set(away):
+                self.members[peer].change(Standing.AWAY, now)
+        for peer in self.members.keys() & set(away):
             if not current.has_posted(peer):
-                self._members[peer].change(Standing.AWAY, now)
+                self.members[peer].change(Standing.AWAY, now)
         current.refused.update(refused)
         current.dropped.update(refused)
 
@@ -725,7 +679,7 @@ class Rounds:
             return ()
         if self.is_complete:
             return self._stop_merging(now)
-        is_paused, current = self._pause.reason is not None, self._open
+        is_paused, current = self.pause.reason is not None, self._open
         effects: tuple[Effect, ...] = self._deadlines.replace_workers(now, is_paused=is_paused)
         if current is not None and not is_paused:
             effects = (*effects, *self._deadlines.suspect(current, now))
@@ -744,14 +698,14 @@ class Rounds:
         for peer in late:
             self._leave_out(peer, current, now)
         names = ", ".join(sorted(str(peer) for peer in late))
-        limit, longest = self._settings.timeout, max(waited.values(), default=0.0)
+        limit, longest = self.settings.timeout, max(waited.values(), default=0.0)
         remedy = "" if limit is None else f" (raise rounds.timeout, {limit:g} s, to wait for longer)"
-        self._pause.last_change = f"round {current.number}: no update within {longest:.0f} s from {names}{remedy}"
+        self.pause.last_change = f"round {current.number}: no update within {longest:.0f} s from {names}{remedy}"
         reports = tuple(late_event(peer, current.number, seconds) for peer, seconds in waited.items())
         return (*reports, *self._go_on(now))
 
     def _leave_out(self, peer: PeerId, current: Round, now: float) -> None:
-        member = self._members[peer]
+        member = self.members[peer]
         waited = now - max(member.seen_at, current.began_at)
         current.dropped.add(peer)
         member.change(Standing.AWAY, now)
@@ -761,7 +715,7 @@ class Rounds:
         """End the job without workers that have not merged the last outer update in time."""
         last = self._last
         reported = last.close(only_complete=False)
-        late = [peer for peer, member in self._members.items() if not member.done and not self.is_excused(peer)]
+        late = [peer for peer, member in self.members.items() if not member.done and not self.is_excused(peer)]
         last.dropped.update(late)
         return (*reported, *(late_event(peer, last.number, now - (last.closed_at or now)) for peer in late))
 

@@ -48,9 +48,12 @@ class Timeouts:
     """`rounds.merge_timeout`."""
     workers: int = 1
     """Number of workers whose updates share the parameter server's link."""
-    _starts: deque[float] = field(default_factory=_recent)
-    _steps: deque[float] = field(default_factory=_recent)
-    _merges: deque[float] = field(default_factory=_recent)
+    starts: deque[float] = field(default_factory=_recent)
+    """How long executors took from their dispatch to their first batch."""
+    steps: deque[float] = field(default_factory=_recent)
+    """How long outer steps took, from the announcement of the members to the record."""
+    merges: deque[float] = field(default_factory=_recent)
+    """How long workers took to merge an outer update."""
 
     def start_timeout(self) -> float:
         """Return the time from dispatching an executor to its first batch: libraries, the model, the first slice.
@@ -59,27 +62,15 @@ class Timeouts:
         """
         if self.start is not None:
             return self.start
-        return max(START + self._transfers(1), FACTOR * max(self._starts, default=0.0))
+        return max(START + self._transfers(1), FACTOR * max(self.starts, default=0.0))
 
     def step_timeout(self) -> float:
         """Return the time of an outer step: each update reaches the parameter server, and the mean the scheduler."""
-        return self._timeout(self.step, self._steps, STEP, copies=self.workers + 1)
+        return self._timeout(self.step, self.steps, STEP, copies=self.workers + 1)
 
     def merge_timeout(self) -> float:
         """Return the time until all workers have received and merged an outer update, without evaluating it."""
-        return self._timeout(self.merge, self._merges, MERGE, copies=self.workers)
-
-    def observe_start(self, seconds: float) -> None:
-        """Note how long an executor took from its dispatch to its first batch."""
-        self._starts.append(seconds)
-
-    def observe_step(self, seconds: float) -> None:
-        """Note how long an outer step took, from the announcement of its members to its record."""
-        self._steps.append(seconds)
-
-    def observe_merge(self, seconds: float) -> None:
-        """Note how long a worker took to merge an outer update."""
-        self._merges.append(seconds)
+        return self._timeout(self.merge, self.merges, MERGE, copies=self.workers)
 
     def _timeout(self, configured: float | None, measured: deque[float], base: float, copies: int) -> float:
         if configured is not None:

@@ -33,6 +33,7 @@ from hypha_proto.training_reports import (
     TrainedBatch,
     TrainingReport,
 )
+from hypha_scheduler.strategies.base import SliceRefusedError
 from hypha_scheduler.strategies.diloco import round_effects
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
 from hypha_scheduler.strategies.diloco.contributions import (
@@ -60,7 +61,7 @@ Effect = round_effects.Effect | ContributedRecord | Refused
 """A `ContributedRecord` is to be written before anybody hears of the update."""
 
 
-class NotJoinedError(Exception):
+class NotJoinedError(SliceRefusedError):
     """A worker asks for samples before it has joined a round."""
 
 
@@ -375,7 +376,7 @@ class TrainingState:
     def _measured(self, peer: PeerId, report: RoundMetrics, now: float) -> tuple[Effect, ...]:
         values = {shorten(n, 100): v for n, v in list(report.metrics.items())[:_METRICS] if math.isfinite(v)}
         if (stated := values.get(MICRO_BATCH)) is not None and peer in self.rounds.members:
-            self.micro_batches[peer] = max(1, min(int(stated), self.rounds.batch_size))
+            self.micro_batches[peer] = max(1, min(int(stated), self.rounds.settings.batch_size))
         if values.keys() & _OTHER_REPORTS and not values.keys() & _TRAINED:
             return (Measured(peer, report.round, values),)
         self._add_seconds(peer, values)
