@@ -36,7 +36,6 @@ from hypha_scheduler.strategies.base import (
     RetryAfter,
     RoleRequest,
     RunInBackground,
-    SliceRefusedError,
     SliceToUse,
     StopTask,
     TaskEnded,
@@ -80,11 +79,10 @@ from hypha_scheduler.strategies.diloco.round_effects import (
     StepOverdue,
 )
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob, TrainingData, task_key
-from hypha_scheduler.strategies.diloco.sample_ledger import ALL, LedgerFullError, NoUsableSliceError
+from hypha_scheduler.strategies.diloco.sample_ledger import ALL
 from hypha_scheduler.strategies.diloco.server_handover import ServerHandover
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, role_requests
 from hypha_scheduler.strategies.diloco.summary import summarize, summarize_restored
-from hypha_scheduler.strategies.diloco.training_state import NotJoinedError
 
 _log = logging.getLogger(__name__)
 
@@ -378,10 +376,7 @@ class DilocoOperator(Operator):
             return None
         if not ahead and (seconds := running.barrier.remaining(peer, now)) > 0:
             return RetryAfter(seconds)
-        try:
-            span = running.training.slice_for(peer, now, ahead=ahead)
-        except (LedgerFullError, NoUsableSliceError, NotJoinedError) as error:
-            raise SliceRefusedError(str(error)) from None
+        span = running.training.slice_for(peer, now, ahead=ahead)
         if span is None:
             return None
         return SliceToUse(span.epoch, span.index, span.first, None if span.end == ALL else span.end)

@@ -20,6 +20,7 @@ from typing import Annotated, Final
 import msgspec
 
 from hypha_proto.contributions import MAX_RANGES
+from hypha_scheduler.strategies.base import SliceRefusedError
 
 ALL: Final = 2**63 - 1
 """`SampleSpan.end` of a slice whose number of samples is unknown: all of them."""
@@ -37,11 +38,11 @@ _MAX_GAPS: Final = 64
 piece, each with a download of its slice."""
 
 
-class LedgerFullError(Exception):
+class LedgerFullError(SliceRefusedError):
     """A worker holds so many unused slices that it gets no more."""
 
 
-class NoUsableSliceError(Exception):
+class NoUsableSliceError(SliceRefusedError):
     """Every slice is empty or was set aside."""
 
 
@@ -96,6 +97,14 @@ def subtract_spans(span: SampleSpan, taken: Iterable[SampleSpan]) -> list[Sample
         if first >= span.end:
             return [part for part in left if part.samples > 0]
     return [*left, SampleSpan(*span.slice, first, span.end)]
+
+
+def _by_slice(spans: Iterable[SampleSpan]) -> defaultdict[tuple[int, int], list[SampleSpan]]:
+    """Return spans by their slices, in the order in which these first occur."""
+    found: defaultdict[tuple[int, int], list[SampleSpan]] = defaultdict(list)
+    for span in spans:
+        found[span.slice].append(span)
+    return found
 
 
 @dataclass(slots=True)
@@ -285,10 +294,8 @@ class SampleLedger:
 
     def check(self, worker: Hashable, spans: Iterable[SampleSpan]) -> str | None:
         """Return why `worker` cannot contribute these samples; None if it can."""
-        holder, free = self._holders.get(worker), defaultdict[tuple[int, int], list[SampleSpan]](list)
-        for held in holder.held if holder else ():
-            free[held.span.slice].append(held.span)
-        starts = {(held.span.slice, held.span.first) for held in holder.held} if holder else set()
+        held = self.held_by(worker)
+        free, starts = _by_slice(held), {(span.slice, span.first) for span in held}
         last: SampleSpan | None = None
         gaps = 0
         for span in sorted(spans):
@@ -351,9 +358,7 @@ class SampleLedger:
 
     def _take(self, holder: _Holder, spans: Sequence[SampleSpan]) -> None:
         """Shorten what a worker holds to what follows the samples that it contributes."""
-        by_slice = defaultdict[tuple[int, int], list[SampleSpan]](list)
-        for span in spans:
-            by_slice[span.slice].append(span)
+        by_slice = _by_slice(spans)
         kept: list[_Held] = []
         skipped: list[SampleSpan] = []
         follows = False  # whether samples of a slice that was assigned later were contributed
@@ -409,9 +414,10 @@ class SampleLedger:
     def _return(self, spans: Sequence[SampleSpan]) -> tuple[SampleSpan, ...]:
         """Make spans AVAILABLE, to be assigned first, joined to neighbours; return those that are not SET_ASIDE.
 
+        Their order is that in which slices first occur.
         The rest of a slice of unknown size may be empty, and is not assigned again.
         """
-        joined = self._join(spans)
+        joined = [span for found in _by_slice(spans).values() for span in merge_spans(found)]
         returned = [s for s in joined if s.index not in self._set_aside and not (s.first > 0 and s.end == ALL)]
         for span in reversed(returned):
             queue = self._available.setdefault(span.epoch, deque())
@@ -427,14 +433,6 @@ class SampleLedger:
             return []
         return [s for s in queue if s.slice == span.slice and (s.end == span.first or s.first == span.end)]
 
-    @staticmethod
-    def _join(spans: Iterable[SampleSpan]) -> list[SampleSpan]:
-        """Join spans of the same slice that continue each other; the order is that in which slices first occur."""
-        by_slice = defaultdict[tuple[int, int], list[SampleSpan]](list)
-        for span in spans:
-            by_slice[span.slice].append(span)
-        return [span for found in by_slice.values() for span in merge_spans(found)]
-
     # --------------------------------------------------------------------------------------------------------- restart
 
     def restore(self, used: Iterable[SampleSpan]) -> None:
@@ -442,23 +440,15 @@ class SampleLedger:
 
         A slice of unknown size that was used in part counts as used.
         """
-        by_epoch = defaultdict[int, list[SampleSpan]](list)
-        for span in merge_spans(used):
-            by_epoch[span.epoch].append(span)
-        while self._next_epoch <= max(by_epoch, default=-1):
+        by_slice = _by_slice(used)
+        while self._next_epoch <= max((epoch for epoch, _ in by_slice), default=-1):
             self._open_epoch()
-            self._remove_used(self._next_epoch - 1, by_epoch[self._next_epoch - 1])
-
-    def _remove_used(self, epoch: int, taken: Sequence[SampleSpan]) -> None:
-        by_slice = defaultdict[int, list[SampleSpan]](list)
-        for span in taken:
-            by_slice[span.index].append(span)
-        left: deque[SampleSpan] = deque()
-        for span in self._available.pop(epoch):
-            gone = by_slice[span.index]
-            left += [] if gone and span.end == ALL else subtract_spans(span, gone)
-        if left:
-            self._available[epoch] = left
+            left: deque[SampleSpan] = deque()
+            for span in self._available.pop(self._next_epoch - 1):
+                gone = by_slice.get(span.slice, [])
+                left += [] if gone and span.end == ALL else subtract_spans(span, gone)
+            if left:
+                self._available[self._next_epoch - 1] = left
 
     def assigned(self, worker: Hashable, span: SampleSpan) -> None:
         """Record that an earlier run has assigned AVAILABLE samples to a worker that has them still.
