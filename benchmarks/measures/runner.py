@@ -50,6 +50,7 @@ from hypha_scheduler.strategies.base import (
 )
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.restore import restore
+from hypha_scheduler.strategies.diloco.slots import Slot
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
 from hypha_worker.tasks.task_stream import TaskStream
@@ -316,7 +317,7 @@ class QuietOperator:
         peers = tuple(lease.peer for lease in leases)
         placed = PlacedJob(self._context.job_id, self._job, self._context.scheduler, peers[0], peers, _NO_MODEL)
         return tuple(
-            StartTask(TaskRef(f"task-{number}", lease), placed.train_spec(lease.peer))
+            StartTask(TaskRef(f"task-{number}", lease), placed.train_spec(Slot(number, None)))
             for number, lease in enumerate(leases)
         )
 

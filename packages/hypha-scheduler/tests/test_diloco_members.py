@@ -133,9 +133,9 @@ class TestSlots:
     def test_members_are_numbered_and_never_reused(self) -> None:
         slots = Slots(2)
         assert [slots.add(peer) for peer in PEERS[:2]] == [Slot(0, 0), Slot(1, 1)]
-        slots.remove(PEERS[0])
+        slots.held.pop(PEERS[0])
         assert slots.add(PEERS[2]) == Slot(2, 0)
-        slots.remove(PEERS[2])
+        slots.held.pop(PEERS[2])
         assert slots.add(PEERS[0]) == Slot(3, 0)
 
     def test_workers_beyond_the_shares_evaluate_nothing(self) -> None:
@@ -145,9 +145,9 @@ class TestSlots:
 
     def test_a_worker_keeps_its_slot(self) -> None:
         slots = Slots(2)
-        assert slots.add(PEERS[0]) == slots.add(PEERS[0]) == slots.of(PEERS[0])
-        slots.remove(PEERS[0])
-        assert slots.of(PEERS[0]) is None
+        assert slots.add(PEERS[0]) == slots.add(PEERS[0]) == slots.held.get(PEERS[0])
+        slots.held.pop(PEERS[0])
+        assert slots.held.get(PEERS[0]) is None
 
     def test_restored_numbers_are_kept_and_later_ones_are_new(self) -> None:
         slots = Slots(3, 6)

@@ -37,6 +37,7 @@ from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.service import auction_settings, serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
+from hypha_scheduler.strategies.diloco.slots import Slot
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
 from hypha_scheduler.strategies.registry import parse_job
 from hypha_scheduler.submission.client import read_job
@@ -270,7 +271,7 @@ def test_each_worker_has_a_number_of_its_own() -> None:
         tuple(PEERS[2:5]),
         HuggingFaceReference(repository="o/r", filenames=()),
     )
-    configs = [placed.train_config(peer) for peer in PEERS[2:5]]
+    configs = [placed.train_config(Slot(number, number)) for number in range(3)]
     assert [config.member for config in configs if isinstance(config, TrainConfig)] == [0, 1, 2]
     assert [config.round_steps for config in configs if isinstance(config, TrainConfig)] == [None] * 3  # no schedule
 
@@ -324,7 +325,7 @@ def test_each_evaluation_slice_belongs_to_one_worker(
     placed = PlacedJob(uuid.UUID(int=1), made, PEERS[0], PEERS[1], tuple(PEERS[2:5]), model, evaluation=shares)
     found: dict[int, list[int]] = {}
     for number in (2, 3, 4):
-        config = placed.train_config(PEERS[number])
+        config = placed.train_config(Slot(number - 2, number - 2))
         assert isinstance(config, TrainConfig)
         if config.evaluation is not None:
             assert config.evaluation.every == 3

@@ -513,7 +513,7 @@ async def test_start_of_each_worker_is_logged_once(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers: list[str] = []
-    with caplog.at_level(logging.INFO, "hypha_scheduler.strategies.diloco.start_barrier"):
+    with caplog.at_level(logging.INFO, "hypha_scheduler.strategies.diloco.running_job"):
         async with open_network(tmp_path) as (service, workers, _shared):
             await service.run_job(job(model))
             peers.extend(str(worker.endpoint.peer_id) for worker in workers[:3])

@@ -12,8 +12,8 @@ from hypha_proto.commands import CommandAnswer
 from hypha_proto.ids import PeerId
 from hypha_proto.training_reports import Acknowledged, Continue, Done, ReportError, ScheduleUpdate
 from hypha_scheduler.strategies.base import EmitEvent, Lease, TaskRef
+from hypha_scheduler.strategies.diloco.contributions import Contributions
 from hypha_scheduler.strategies.diloco.events import continued_event, late_event, suspected_event
-from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.round_effects import (
     AnnounceRound,
     Effect,
@@ -22,6 +22,7 @@ from hypha_scheduler.strategies.diloco.round_effects import (
     StepOverdue,
 )
 from hypha_scheduler.strategies.diloco.rounds import Rounds
+from hypha_scheduler.strategies.diloco.server_commands import ServerCommands
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 PEERS = [PeerId.from_public_key(bytes([n + 1]) * 32) for n in range(5)]
@@ -368,23 +369,23 @@ REJECTED = CommandAnswer(0, accepted=False, reason="round 1 is over, round 2 run
 )
 def test_rejected_change_of_an_accepted_round_does_not_fail_the_job(first: object, fails: bool) -> None:
     """Until the parameter server reports its outer step, a lost member makes the scheduler announce the round again."""
-    announcer = RoundAnnouncer(SERVER, term=1)
-    [sent] = announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))))
+    commands = ServerCommands(SERVER, 1, Contributions())
+    [sent] = commands.announce(AnnounceRound(1, ((A, 4), (B, 4))))
     assert [member.peer for member in sent.command.members] == [A, B]
-    failure, following = announcer.on_result(first, closed=0)
+    failure, following = commands.members_answered(first, closed=0)
     assert (failure is not None, following) == (fails, ())
     if not fails:
-        [again] = announcer.announce(AnnounceRound(1, ((A, 4),)))
+        [again] = commands.announce(AnnounceRound(1, ((A, 4),)))
         assert [member.peer for member in again.command.members] == [A]
-        assert announcer.on_result(REJECTED, closed=0) == (None, ())
+        assert commands.members_answered(REJECTED, closed=0) == (None, ())
 
 
 def test_an_announcement_waits_for_the_response_to_the_one_before() -> None:
-    announcer = RoundAnnouncer(SERVER, term=1)
-    assert len(announcer.announce(AnnounceRound(1, ((A, 4), (B, 4))))) == 1
-    assert announcer.announce(AnnounceRound(1, ((A, 4),))) == ()
-    assert announcer.announce(AnnounceRound(1, ((B, 4),))) == ()
-    failure, [following] = announcer.on_result(REJECTED, closed=0)
+    commands = ServerCommands(SERVER, 1, Contributions())
+    assert len(commands.announce(AnnounceRound(1, ((A, 4), (B, 4))))) == 1
+    assert commands.announce(AnnounceRound(1, ((A, 4),))) == ()
+    assert commands.announce(AnnounceRound(1, ((B, 4),))) == ()
+    failure, [following] = commands.members_answered(REJECTED, closed=0)
     assert failure is None  # the later announcement replaces the one that was rejected
     assert [member.peer for member in following.command.members] == [B]
-    assert announcer.on_result(ACCEPTED, closed=0) == (None, ())
+    assert commands.members_answered(ACCEPTED, closed=0) == (None, ())

@@ -7,20 +7,29 @@ after a crash of this scheduler nobody has weights that the record does not have
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import anyio
 
 from hypha_net.errors import TransferRefusedError
+from hypha_net.transfer import PullSource
 from hypha_proto.contributions import AwaitCommit, CommitStatus
+from hypha_proto.texts import quote
+from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_scheduler.errors import lacks_room, waits_for_room
+from hypha_scheduler.jobs.artifacts import artifact_dataset
 from hypha_scheduler.jobs.effect_queue import ROOM_INTERVAL
-from hypha_scheduler.strategies.base import RetryAfter
+from hypha_scheduler.strategies.base import JobContext, PushTarget, RetryAfter, TaskRef, not_served
 from hypha_scheduler.strategies.diloco.restore import CommittedRound
-from hypha_scheduler.strategies.diloco.result_model import ResultModel
+from hypha_scheduler.strategies.diloco.result_model import UPDATES, ResultModel
+from hypha_scheduler.strategies.diloco.round_effects import Fail, NoRoom
+from hypha_scheduler.strategies.diloco.running_job import RunningJob
+from hypha_scheduler.strategies.diloco.specs import AGGREGATE, LAST_UPDATE, MOMENTUM, WEIGHTS
 
 if TYPE_CHECKING:
     from hypha_proto.global_model import RoundState
@@ -42,9 +51,9 @@ T = TypeVar("T")
 class RoundCommits:
     """The committed rounds of one job, and the one that is about to be."""
 
+    context: JobContext
+    """Gets the notices `PAUSED` and `CONTINUED`."""
     result: ResultModel
-    notify: Callable[[str, object], None]
-    """Called with `PAUSED` and `CONTINUED`."""
     rounds: dict[int, CommittedRound]
     """Recorded rounds by their numbers."""
     _advance: tuple[int, int, RoundState] | None = None
@@ -56,11 +65,6 @@ class RoundCommits:
     def last(self) -> int:
         """Last recorded round; 0 before the first."""
         return max(self.rounds, default=0)
-
-    def is_last(self, number: int, update: str | None) -> bool:
-        """Return whether this is the outer update that was recorded last, which comes again for lack of a receipt."""
-        found = self.rounds.get(number)
-        return number == self.last and found is not None and found.update == update
 
     @property
     def is_settled(self) -> bool:
@@ -83,16 +87,60 @@ class RoundCommits:
         before = self.rounds.get(number - 1)
         return None if before is None else before.weights
 
-    async def prepare(
-        self, number: int, term: int, is_settled: Callable[[], bool], is_current: Callable[[], bool], update: Path
-    ) -> None:
-        """Write the weights after a round to disk, waiting for room if there is none.
+    # ----------------------------------------------------------------------------------------------------------- files
+
+    def find(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
+        """Serve the newest weights and the last outer update, and the momentum to the parameter server."""
+        sources = {WEIGHTS: self.result.weights_file, LAST_UPDATE: self.result.update_file}
+        if task.lease.role == AGGREGATE:
+            sources[MOMENTUM] = self.result.momentum_file
+        named = {artifact_dataset(self.context.job_id, name): source for name, source in sources.items()}
+        path = named[request.dataset]() if request.dataset in named and request.index == 0 else None
+        return not_served(request) if path is None else PullSource(path)
+
+    def receive(
+        self, running: RunningJob | None, task: TaskRef, header: PushHeader
+    ) -> tuple[PushTarget | Refusal, tuple[NoRoom | Fail, ...]]:
+        """Return where the next outer update of the parameter server may be written."""
+        if running is None or task.lease.role != AGGREGATE:
+            return Refusal(reason="only the job's parameter server may push to its scheduler"), ()
+        if task != running.server:
+            return Refusal(reason="another peer is the job's parameter server now"), ()
+        if header.kind != OUTER_UPDATE:
+            return Refusal(reason=f"a scheduler accepts {OUTER_UPDATE}, not {quote(header.kind)}"), ()
+        if header.term is not None and header.term != running.term:
+            why = f"term {header.term} is over: the parameter server is of term {running.term}"
+            return Refusal(reason=why), ()
+        return self._receive_round(running, task, header)
+
+    def _receive_round(
+        self, running: RunningJob, server: TaskRef, header: PushHeader
+    ) -> tuple[PushTarget | Refusal, tuple[NoRoom | Fail, ...]]:
+        number, expected = header.round, self.last + 1
+        is_last = number == self.last and self.update == header.digest  # it comes again for lack of a receipt
+        if number < expected and not is_last:
+            return Refusal(reason=f"the outer update of round {number} was already received"), ()
+        if number > expected:
+            why = f"the outer update of round {expected} never came: the parameter server sends that of {number}"
+            return Refusal(reason=f"the outer update of round {expected} is missing"), (Fail(why),)
+        if header.term is not None and not running.training.rounds.is_announced(number):
+            return Refusal(reason=f"the members of round {number} were not announced"), ()
+        if lacking := self.result.lacks_room(header.size):
+            return Refusal(reason=f"{NO_ROOM} for the outer update at the scheduler"), (NoRoom(lacking),)
+        name = f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
+        prepare = partial(self.prepare, running, server, running.term, number)
+        return PushTarget(self.context.directory / UPDATES / name, self.result.largest_update(), prepare), ()
+
+    # --------------------------------------------------------------------------------------------------------- commits
+
+    async def prepare(self, running: RunningJob, server: TaskRef, term: int, number: int, update: Path) -> None:
+        """Write the weights after a round to disk, once its members are known, waiting for room if there is none.
 
         Args:
+            running: the job.
+            server: the parameter server that has sent the outer update.
+            term: its term.
             number: the round.
-            term: term of the parameter server.
-            is_settled: returns whether the members of the round are known; looked at again after each `wake`.
-            is_current: returns whether the parameter server has not been replaced.
             update: file of the outer update.
 
         Raises:
@@ -102,12 +150,12 @@ class RoundCommits:
         """
         async with self._lock:
             with anyio.move_on_after(_SETTLE_TIMEOUT) as waiting:
-                while is_current() and not is_settled():
+                while running.server == server and not running.commands.is_settled:
                     self._changed = anyio.Event()
                     await self._changed.wait()
             if waiting.cancelled_caught:
                 raise TransferRefusedError(f"round {number} cannot be recorded: its members are not known")
-            if not is_current():
+            if running.server != server:
                 raise TransferRefusedError(f"term {term} is over: the parameter server was replaced")
             if number in self.rounds or (self._advance is not None and self._advance[:2] == (term, number)):
                 _log.info("the outer update of round %d came twice", number)
@@ -156,11 +204,11 @@ class RoundCommits:
                     raise
                 if began is None:
                     began = anyio.current_time()
-                    self.notify(PAUSED, waits_for_room(self.result.directory, error))
+                    self.context.notify(PAUSED, waits_for_room(self.result.directory, error))
                 await anyio.sleep(ROOM_INTERVAL)
             else:
                 if began is not None:
-                    self.notify(CONTINUED, anyio.current_time() - began)
+                    self.context.notify(CONTINUED, anyio.current_time() - began)
                 return result
 
     def answer(self, question: AwaitCommit) -> CommitStatus | RetryAfter:

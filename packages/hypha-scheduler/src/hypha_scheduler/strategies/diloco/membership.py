@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -12,7 +12,7 @@ from hypha_proto.job_membership import JoinRound, RoundToJoin
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.strategies.avoidance import Avoidance
 from hypha_scheduler.strategies.base import (
-    Effects,
+    Effect,
     EmitEvent,
     Lease,
     RetryAfter,
@@ -26,6 +26,7 @@ from hypha_scheduler.strategies.diloco.commit import RoundCommits
 from hypha_scheduler.strategies.diloco.events import member_event, replaced_event
 from hypha_scheduler.strategies.diloco.records import JoinedRecord, LeftRecord, assigned_record, write_record
 from hypha_scheduler.strategies.diloco.retries import FailJob, Replace, Restart, describe
+from hypha_scheduler.strategies.diloco.round_effects import Fail, NoRoom, StartReady
 from hypha_scheduler.strategies.diloco.running_job import RunningJob
 from hypha_scheduler.strategies.diloco.specs import TRAIN
 
@@ -34,12 +35,9 @@ _ASK_AGAIN: Final = 5.0
 MAX_RELEASES: Final = 2
 """How often a worker is released, because it is overdue or its task did not start, until it is excluded."""
 
-
-@dataclass(frozen=True, slots=True)
-class JobFault:
-    """The job cannot go on."""
-
-    reason: str
+AnyEffect = Effect | training_state.Effect | NoRoom | StartReady
+"""Effect for the runner, or one that the operator translates."""
+Effects = tuple[AnyEffect, ...]
 
 
 @dataclass(slots=True)
@@ -48,12 +46,6 @@ class Membership:
 
     running: RunningJob
     commits: RoundCommits
-    rounds: int
-    """Number of rounds of the job."""
-    translate: Callable[[Iterable[training_state.Effect]], Effects]
-    """Returns the runner's effects for those of the training state."""
-    start_ready: Callable[[], Effects]
-    """Starts the tasks whose inputs exist."""
     avoidance: Avoidance
     dataset: str
     """Name of the job's dataset."""
@@ -74,7 +66,7 @@ class Membership:
     @property
     def is_over(self) -> bool:
         """Whether all rounds are recorded: nobody begins any more."""
-        return self.commits.last >= self.rounds
+        return self.commits.last >= self.running.training.rounds.settings.rounds
 
     # ------------------------------------------------------------------------------------------------ workers that come
 
@@ -83,10 +75,9 @@ class Membership:
         running, peer = self.running, lease.peer
         if self.is_over or peer in running.workers:
             return ()
-        member = running.add_worker(lease)
-        added = self.translate(running.training.worker_added(peer, now))
-        effects: Effects = (write_record(JoinedRecord(worker=peer, member=member)), *added)
-        return (*effects, *running.worker_list.set(running.workers), *self.start_ready())
+        joined = write_record(JoinedRecord(worker=peer, member=running.add_worker(lease)))
+        added = running.training.worker_added(peer, now)
+        return (joined, *added, *running.commands.set_workers(running.workers), StartReady())
 
     def join(self, source: TaskRef, question: JoinRound, now: float) -> tuple[RoundToJoin | RetryAfter, Effects]:
         """Answer with which round a worker begins, once the parameter server knows it and the weights are there.
@@ -98,17 +89,17 @@ class Membership:
             return RoundToJoin(reason="the job goes on without this worker"), ()
         if not self.commits.is_settled:
             return RetryAfter(_ASK_AGAIN), ()
-        if peer not in running.worker_list.known:
-            return RetryAfter(_ASK_AGAIN), running.worker_list.send()
+        if peer not in running.commands.known:
+            return RetryAfter(_ASK_AGAIN), running.commands.list_workers()
         if (seconds := running.barrier.remaining(peer, now)) > 0:
             return RetryAfter(seconds), ()
         answer, effects = running.training.join_round(peer, self.commits.weights, now)
         is_answer = answer.round is not None or answer.reason
-        return answer if is_answer else RetryAfter(_ASK_AGAIN), self.translate(effects)
+        return answer if is_answer else RetryAfter(_ASK_AGAIN), effects
 
     def joined(self, peer: PeerId, number: int) -> Effects:
         """Record with which round a worker begins, unless the slices that it was assigned tell that."""
-        slot = self.running.slots.of(peer)
+        slot = self.running.slots.held.get(peer)
         if slot is None:
             return ()
         fields = {"worker": str(peer), "round": number, "member": slot.member}
@@ -131,26 +122,22 @@ class Membership:
         removed = self._remove(peer, why)
         if not self.is_over:
             removed = (replaced_event(peer, TRAIN, why), *removed)
-        return (event, *removed, *self.translate(self.running.training.worker_lost(peer, why, now)))
+        return (event, *removed, *self.running.training.worker_lost(peer, why, now))
 
     def _remove(self, peer: PeerId, why: str) -> Effects:
         running = self.running
         running.remove_worker(peer)
-        return (write_record(LeftRecord(worker=peer, reason=why)), *running.worker_list.set(running.workers))
+        return (write_record(LeftRecord(worker=peer, reason=why)), *running.commands.set_workers(running.workers))
 
     def lost_before(self, workers: Iterable[PeerId], why: str) -> Effects:
         """Report workers of an earlier run of the scheduler that do not train any more."""
-        effects: Effects = ()
+        effects: list[Effect] = []
         for peer in workers:
             if peer not in self.running.workers:
-                event = EmitEvent("worker_lost", {"worker": str(peer), "reason": why})
-                effects = (
-                    *effects,
-                    event,
-                    replaced_event(peer, TRAIN, why),
-                    write_record(LeftRecord(worker=peer, reason=why)),
-                )
-        return effects
+                effects.append(EmitEvent("worker_lost", {"worker": str(peer), "reason": why}))
+                effects.append(replaced_event(peer, TRAIN, why))
+                effects.append(write_record(LeftRecord(worker=peer, reason=why)))
+        return tuple(effects)
 
     def release(self, peer: PeerId, why: str, now: float, *, exclude: bool = False) -> Effects:
         """Cancel the task of a worker and give its lease back; it is lost when that has ended."""
@@ -165,13 +152,8 @@ class Membership:
         self._stopped.add(task.lease.id)
         return (*excluded, StopTask(task, why))
 
-    def not_started(self, task: TaskRef, why: str, now: float) -> Effects:
-        """Go on without a worker that did not take its task."""
-        peer = task.lease.peer
-        return (*self.avoidance.record_failure(TRAIN, peer, None, why, now), *self.lost(peer, why, now))
-
-    def retry_or_fail(self, task: TaskRef, end: TaskEnded, now: float) -> Effects | JobFault:
-        """Start an executor again that has ended before the job was done, or go on without its worker."""
+    def retry_or_fail(self, task: TaskRef, end: TaskEnded, now: float) -> Effects:
+        """Start an executor again that has ended before the job was done, go on without its worker, or fail."""
         peer, lease = task.lease.peer, task.lease.id
         if end.state is TaskState.CANCELLED:
             why = f"its executor was cancelled: {end.reason or 'no reason was given'}"
@@ -183,7 +165,9 @@ class Membership:
         at_once = self.running.training.micro_batches.get(peer, self.running.training.rounds.settings.batch_size)
         match self.running.retries.count_failure(peer, lease, known, at_once):
             case FailJob(reason):
-                return JobFault(f"task {task.name} on worker {peer}: {reason}")
+                server = self.running.placed.server
+                named = f"\n({server} is the job's parameter server)" if str(server) in reason else ""
+                return (Fail(f"task {task.name} on worker {peer}: {reason}{named}"),)
             case Replace(reason):
                 return self._avoid(peer, reason, now)
             case Restart() as restart:
@@ -197,9 +181,9 @@ class Membership:
         running, peer, why = self.running, task.lease.peer, describe(end)
         if self.is_over or task.lease.id in self.draining:
             return self.lost(peer, why, now)
-        effects = self.translate(running.training.executor_lost(peer, why, now))
+        effects = running.training.executor_lost(peer, why, now)
         running.restart_worker(task)
         slot = running.slots.add(peer)
         fields = {"worker": str(peer), "round": self.commits.last + 1, "micro_batch": restart.micro_batch}
         event = member_event("worker_restarted", why, **fields)
-        return (*effects, write_record(JoinedRecord(worker=peer, member=slot.member)), event, *self.start_ready())
+        return (*effects, write_record(JoinedRecord(worker=peer, member=slot.member)), event, StartReady())

@@ -7,7 +7,7 @@ complete the model → end. Created by `strategy`; the job runner calls it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, Final
@@ -46,7 +46,7 @@ from hypha_scheduler.strategies.base import (
     TaskUpdate,
     TrafficCounts,
 )
-from hypha_scheduler.strategies.diloco import training_state
+from hypha_scheduler.strategies.diloco import membership
 from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Refused
@@ -57,8 +57,7 @@ from hypha_scheduler.strategies.diloco.events import (
     refused_event,
     round_closed_effects,
 )
-from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, JobFault, Membership
-from hypha_scheduler.strategies.diloco.outer_updates import JobFails, NoRoom, OuterUpdateFiles
+from hypha_scheduler.strategies.diloco.membership import MAX_RELEASES, Membership
 from hypha_scheduler.strategies.diloco.records import (
     AnnouncedRecord,
     ContributedRecord,
@@ -74,8 +73,10 @@ from hypha_scheduler.strategies.diloco.round_effects import (
     Joined,
     Left,
     Measured,
+    NoRoom,
     Overdue,
     RoundClosed,
+    StartReady,
     StepOverdue,
 )
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob, TrainingData, task_key
@@ -138,8 +139,7 @@ class DilocoOperator(Operator):
         self._running: RunningJob | None = None
         self._membership: Membership
         self._handover: ServerHandover
-        self._commits = RoundCommits(data.result, context.notify, dict(restored.commits))
-        self._files = OuterUpdateFiles(context.job_id, context.directory, data.result, self._commits)
+        self._commits = RoundCommits(context, data.result, dict(restored.commits))
         self._update_bytes = 0
         self._is_dispatched = False
         self._exit_deadline: float | None = None
@@ -173,38 +173,22 @@ class DilocoOperator(Operator):
         """Start the parameter server; the trainers follow when its worker has confirmed it. Later ones join."""
         self._now = now
         if self._phase is _Phase.TRAINING and self._running is not None:
-            effects: Effects = ()
+            effects: membership.Effects = ()
             for lease in leases:
                 self._avoidance.stop_seeking(lease.role)
                 add = self._membership.add if lease.role == TRAIN else self._handover.add
                 effects = (*effects, *add(lease, now))
-            return effects
+            return self._translate(effects)
         if self._running is not None or self._phase is not _Phase.ALLOCATING:
             return ()
         running = self._begin(self._builder.begin(leases, now))
         term = self._builder.term_record(running)
-        return (*self._builder.begin_records(tuple(running.workers)), term, *self._start_ready())
+        began = () if self._restored.began is not None else (write_record(self._builder.began(tuple(running.workers))),)
+        return (*began, term, *self._start_ready())
 
     def _begin(self, running: RunningJob) -> RunningJob:
-        rounds = self._job.rounds.update_rounds
-        self._membership = Membership(
-            running,
-            self._commits,
-            rounds,
-            self._translate,
-            self._start_ready,
-            self._avoidance,
-            self._data.dataset.name,
-        )
-        self._handover = ServerHandover(
-            self._builder,
-            running,
-            self._commits,
-            self._membership,
-            self._translate,
-            self._start_ready,
-            self._avoidance,
-        )
+        self._membership = Membership(running, self._commits, self._avoidance, self._data.dataset.name)
+        self._handover = ServerHandover(self._builder, running, self._membership)
         self._running = running
         self._phase = _Phase.TRAINING
         return running
@@ -224,13 +208,12 @@ class DilocoOperator(Operator):
         if running.server is None:
             effects = self._handover.seek(why, now)
         else:
-            effects = self._translate(running.training.rounds.announce_again(now))
-            effects = (*effects, *running.worker_list.set(running.workers), *running.worker_list.open())
+            effects = running.training.rounds.announce_again(now)
+            effects = (*effects, *running.commands.set_workers(running.workers), *running.commands.open())
             effects = (*effects, *self._handover.tell_workers())
-        return (EmitEvent("taken_up", fields), *lost, *effects, *self._stop_others(running, tasks))
-
-    def _stop_others(self, running: RunningJob, tasks: Sequence[TaskRef]) -> Effects:
-        return tuple(StopTask(task, "the job goes on without this task") for task in tasks if task not in running.tasks)
+        others = (task for task in tasks if task not in running.tasks)
+        stops = (StopTask(task, "the job goes on without this task") for task in others)
+        return self._translate((EmitEvent("taken_up", fields), *lost, *effects, *stops))
 
     def on_lease_lost(self, lease: Lease, reason: str, now: float) -> Effects:
         """Continue without a lost worker or parameter server until another one takes its place."""
@@ -251,7 +234,7 @@ class DilocoOperator(Operator):
             self._membership.draining.add(lease.id)
             running.training.rounds.drain(lease.peer)
         elif running.server is not None and running.server.lease.id == lease.id:
-            self._handover.drain()
+            self._handover.is_draining = True
         return ()
 
     def on_allocation_timeout(self, role: str, reasons: str, now: float) -> Effects:
@@ -289,37 +272,27 @@ class DilocoOperator(Operator):
         running.unconfirmed.discard(task)
         match update:
             case TaskStarted():
-                effects = self._handover.started(now) if task == running.server else ()
+                effects = self._translate(self._handover.started(now)) if task == running.server else ()
             case TaskNotStarted(reason):
-                effects = self._task_not_started(task, reason, now)
+                effects = self._task_lost(task, reason, now, is_failure=True)
             case TaskEnded():
                 effects = self._task_ended(task, update, now)
             case _:
                 return ()
         return (*effects, *self._start_ready())
 
-    def _task_not_started(self, task: TaskRef, why: str, now: float) -> Effects:
-        assert self._running is not None
-        if self._is_unneeded(task):
-            return self._task_lost(task, why, now)
-        if not self._running.mark_ended(task, TaskState.FAILED):
-            return ()
-        not_started = (self._handover if task.lease.role == AGGREGATE else self._membership).not_started
-        return (*not_started(task, why, now), *self._check_outcome(now))
-
-    def _task_lost(self, task: TaskRef, why: str, now: float) -> Effects:
+    def _task_lost(self, task: TaskRef, why: str, now: float, *, is_failure: bool = False) -> Effects:
+        """Go on without a task; `is_failure` counts it at its worker, which did not take it."""
         assert self._running is not None
         unneeded = self._is_unneeded(task)
         if not self._running.mark_ended(task, TaskState.FAILED):
             return ()
         if unneeded:
             return self._finish_if_over()
-        lost = (
-            self._handover.lost(why, now)
-            if task.lease.role == AGGREGATE
-            else self._membership.lost(task.lease.peer, why, now)
-        )
-        return (*lost, *self._check_outcome(now))
+        role, peer = task.lease.role, task.lease.peer
+        counted = self._avoidance.record_failure(role, peer, None, why, now) if is_failure else ()
+        lost = self._handover.lost(why, now) if role == AGGREGATE else self._membership.lost(peer, why, now)
+        return self._settle((*counted, *lost), now)
 
     def _is_unneeded(self, task: TaskRef) -> bool:
         """Return whether the job goes on without a task: it waits for exits, or another one has taken its place."""
@@ -347,13 +320,10 @@ class DilocoOperator(Operator):
             text = f"task {task_key(task)} on worker {peer}: {describe(end, with_lines=True)}"
             return (EmitEvent("warning", {"text": text}), *self._finish_if_over())
         if task.lease.role == AGGREGATE:
-            return (*self._handover.failed(describe(end, with_lines=True), now), *self._check_outcome(now))
-        found = self._membership.retry_or_fail(task, end, now)
-        if not isinstance(found, JobFault):
-            return (*found, *self._check_outcome(now))
-        server = running.placed.server
-        named = f"\n({server} is the job's parameter server)" if str(server) in found.reason else ""
-        return self._fail(found.reason + named)
+            why = describe(end, with_lines=True)
+            excluded = self._avoidance.exclude(AGGREGATE, peer, why, now)
+            return self._settle((*excluded, *self._handover.lost(why, now)), now)
+        return self._settle(self._membership.retry_or_fail(task, end, now), now)
 
     # --------------------------------------------------------------------------------------------------- data, reports
 
@@ -411,7 +381,7 @@ class DilocoOperator(Operator):
             return ReportError(reason="the job has no workers yet"), ()
         peer = task.lease.peer
         answer, effects = self._running.training.report(peer, report, now)
-        return answer, (*self._translate(effects), *self._check_outcome(now))
+        return answer, self._settle(effects, now)
 
     # -------------------------------------------------------------------------------------------------------- messages
 
@@ -441,20 +411,20 @@ class DilocoOperator(Operator):
             return ContributionKnown(accepted=False, reason="no training task of the job runs on this peer"), ()
         weights = self._commits.weights_before(message.round)
         answer, effects = running.training.state_contribution(source.lease.peer, message, weights, now)
-        return answer, (*self._translate(effects), *self._check_outcome(now))
+        return answer, self._settle(effects, now)
 
     def _report_batches(self, source: TaskRef, message: ReportBatches, now: float) -> tuple[BatchesCounted, Effects]:
         running = self._running
         if running is None or source.lease.role != TRAIN:
             return BatchesCounted(counted=0, reason="no training task of the job runs on this peer"), ()
         answer, effects = running.training.report_batches(source.lease.peer, message, now)
-        return answer, (*self._translate(effects), *self._check_outcome(now))
+        return answer, self._settle(effects, now)
 
     def _join(self, source: TaskRef, question: JoinRound, now: float) -> tuple[RoundToJoin | RetryAfter, Effects]:
         if self._running is None or self._phase is not _Phase.TRAINING:
             return RoundToJoin(reason="the job trains no more"), ()
         answer, effects = self._membership.join(source, question, now)
-        return answer, (*effects, *self._check_outcome(now))
+        return answer, self._settle(effects, now)
 
     def _answer_wait(self, source: TaskRef, question: AwaitCommit) -> CommitStatus | RetryAfter:
         if source.lease.role != TRAIN:
@@ -469,12 +439,10 @@ class DilocoOperator(Operator):
         running.gone_members.setdefault(number, set()).add(message.peer)
         training = running.training
         reason = peer_reason(message.reason)
-        process = training.update_missing if message.missing else training.update_refused
-        effects = self._translate(process(number, message.peer, reason, now))
-        if message.missing:
-            fields = {"round": number, "worker": str(message.peer), "reason": reason}
-            effects = (EmitEvent("update_missing", fields), *effects)
-        return (*effects, *self._check_outcome(now))
+        if not message.missing:
+            return self._settle(training.update_refused(number, message.peer, reason, now), now)
+        event = EmitEvent("update_missing", {"round": number, "worker": str(message.peer), "reason": reason})
+        return self._settle((event, *training.update_missing(number, message.peer, reason, now)), now)
 
     def _on_notice(self, name: str, message: Any, now: float) -> Effects:
         if name == PAUSED:
@@ -518,22 +486,16 @@ class DilocoOperator(Operator):
     # ----------------------------------------------------------------------------------------------------------- files
 
     def on_pull_request(self, task: TaskRef, request: PullRequest) -> PullSource | Refusal:
-        """Serve what `OuterUpdateFiles` has; the runner serves the start model."""
-        return self._files.find(task, request)
+        """Serve what `RoundCommits` has; the runner serves the start model."""
+        return self._commits.find(task, request)
 
     def on_push_request(
         self, task: TaskRef, header: PushHeader, now: float
     ) -> tuple[PushTarget | Refusal | RetryAfter, Effects]:
         """Accept the next outer update of the parameter server."""
-        match self._files.receive(self._running, task, header):
-            case NoRoom(refusal, why):
-                return refusal, self._pause(why, now)
-            case JobFails(refusal, why):
-                return refusal, self._fail(why)
-            case Refusal() as refusal:
-                return refusal, ()
-            case PushTarget() as target:
-                return target, self._continue(now)
+        self._now = now
+        answer, effects = self._commits.receive(self._running, task, header)
+        return answer, self._continue(now) if isinstance(answer, PushTarget) else self._translate(effects)
 
     def on_push_complete(self, task: TaskRef, header: PushHeader, path: Any, digest: str, now: float) -> Effects:
         """Record the round, which commits it."""
@@ -543,7 +505,7 @@ class DilocoOperator(Operator):
         if running is None or state is None:
             return ()
         gone = running.gone_members.pop(number, set())
-        members = running.announcer.agreed_members(number, gone, header.samples or None)
+        members = running.commands.agreed_members(number, gone, header.samples or None)
         loss = running.training.rounds.loss_of(number, members)
         self._restored.losses.add(number, loss)
         self._data.result.note_good(self._restored.losses.good)
@@ -558,8 +520,7 @@ class DilocoOperator(Operator):
             if not self._avoidance.is_excluded(TRAIN, peer, now):
                 self._avoidance.record_success(TRAIN, peer, TRAIN, now)
         self._used_avoided.clear()
-        handed_over = self._handover.round_committed(now)
-        effects = (record, commit, *self._translate(closing), *handed_over)
+        effects = self._translate((record, commit, *closing, *self._handover.round_committed(now)))
         return (*effects, *(self._stop_if_lost(number) or self._check_outcome(now)))
 
     def _stop_if_lost(self, number: int) -> Effects:
@@ -586,7 +547,7 @@ class DilocoOperator(Operator):
         self._now = now
         running = self._running
         if running is not None and (effects := self._message_answered(running, tag, outcome, now)) is not None:
-            return effects
+            return self._settle(effects, now)
         if isinstance(outcome, OSError):
             return self._fail(files_unusable(self._context.directory, [outcome]))
         if isinstance(outcome, Exception):
@@ -599,35 +560,41 @@ class DilocoOperator(Operator):
             return (*(self._translate(running.training.rounds.finish()) if running is not None else ()), EndJob())
         return ()
 
-    def _message_answered(self, running: RunningJob, tag: str, outcome: object, now: float) -> Effects | None:
+    def _message_answered(
+        self, running: RunningJob, tag: str, outcome: object, now: float
+    ) -> membership.Effects | None:
         """Handle the response to a message, also to one that is out of date; None if `tag` is of something else."""
-        if tag == running.announcer.tag:
-            return (*self._announcement_answered(running, outcome, now), *self._check_outcome(now))
-        if tag == running.worker_list.tag:
-            return (*running.worker_list.on_result(outcome), *self._check_outcome(now))
+        if tag == running.commands.members_tag:
+            return self._members_answered(running, outcome, now)
+        if tag == running.commands.workers_tag:
+            return running.commands.workers_answered(outcome)
         told = self._handover.on_answer(tag, outcome, now)
-        if told is not None:
-            return (*told, *self._check_outcome(now))
-        return None if tag in (_COMMIT, _CHECKPOINT, _FINISH) else ()
+        return () if told is None and tag not in (_COMMIT, _CHECKPOINT, _FINISH) else told
 
-    def _announcement_answered(self, running: RunningJob, outcome: object, now: float) -> Effects:
-        failure, following = running.announcer.on_result(outcome, running.training.rounds.closed)
-        if (agreed := running.announcer.agreed) is not None:
+    def _members_answered(self, running: RunningJob, outcome: object, now: float) -> membership.Effects:
+        failure, following = running.commands.members_answered(outcome, running.training.rounds.closed)
+        if (agreed := running.commands.agreed) is not None:
             running.training.members_agreed(agreed.round, [peer for peer, _ in agreed.members])
         self._commits.wake()
         return (*(self._handover.replace(failure, now) if failure is not None else ()), *following)
 
-    def _translate(self, effects: Iterable[training_state.Effect]) -> Effects:
-        """Return the runner's effects for those of the training state."""
+    def _settle(self, effects: membership.Effects, now: float) -> Effects:
+        """Return the runner's effects, and those of the end if all rounds are closed."""
+        return (*self._translate(effects), *self._check_outcome(now))
+
+    def _translate(self, effects: membership.Effects) -> Effects:
+        """Return the runner's effects for those of the job."""
         return tuple(found for effect in effects for found in self._translated(effect))
 
-    def _translated(self, effect: training_state.Effect) -> Effects:
+    def _translated(self, effect: membership.AnyEffect) -> Effects:
         assert self._running is not None
         match effect:
-            case EmitEvent():
-                return (effect,)
             case Fail(reason):
                 return self._fail(reason)
+            case NoRoom(reason):
+                return self._pause(reason, self._now)
+            case StartReady():
+                return self._start_ready()
             case RoundClosed():
                 self._running.training.loss = effect.loss
                 return round_closed_effects(effect, self._update_bytes)
@@ -635,13 +602,13 @@ class DilocoOperator(Operator):
                 self._note_evaluation(effect)
                 return measured_effects(effect)
             case Left(peer, number):
-                return self._membership.left(peer, number)
+                return self._translate(self._membership.left(peer, number))
             case Joined(peer, number):
-                return self._membership.joined(peer, number)
+                return self._translate(self._membership.joined(peer, number))
             case Overdue(peer, reason):
-                return self._membership.release(peer, reason, self._now)
+                return self._translate(self._membership.release(peer, reason, self._now))
             case StepOverdue(_, reason):
-                return self._handover.replace(reason, self._now)
+                return self._translate(self._handover.replace(reason, self._now))
             case ContributedRecord():  # without terms, a worker may be ahead of the records
                 return (write_record(effect),) if effect.round == self._commits.last + 1 else ()
             case Refused(peer, number):
@@ -652,14 +619,16 @@ class DilocoOperator(Operator):
                 self._running.gone_members.get(number, set()).difference_update(peer for peer, _ in members)
                 announced = AnnouncedRecord(round=number, term=self._running.term, members=members)
                 recorded = (write_record(announced),) if number == self._commits.last + 1 else ()
-                return (*recorded, *self._running.announcer.announce(effect))
+                return (*recorded, *self._running.commands.announce(effect))
+            case _:
+                return (effect,)
 
     def _exclude_if_due(self, running: RunningJob, refused: Refused) -> Effects:
         """Go on without a worker of which too many updates were refused."""
         if refused.count < MAX_REFUSALS or refused.peer not in running.workers:
             return ()
         why = f"{refused.count} of its updates were refused, the last because {refused.reason}"
-        return self._membership.release(refused.peer, why, self._now, exclude=True)
+        return self._translate(self._membership.release(refused.peer, why, self._now, exclude=True))
 
     def _note_evaluation(self, measured: Measured) -> None:
         """Let what a worker has evaluated decide on the best checkpoint."""
@@ -732,7 +701,7 @@ class DilocoOperator(Operator):
             return self._fail(f"the outer update of round {missing} did not come from the parameter server")
         if self._without_data is not None or not self._context.reaches(self._data.dataset.name):
             return self._wait_for_data(now)
-        return (*self._translate(self._running.training.rounds.expire(now)), *self._check_outcome(now))
+        return self._settle(self._running.training.rounds.expire(now), now)
 
     async def _finish(self) -> None:
         """Complete the result, then audit the job."""

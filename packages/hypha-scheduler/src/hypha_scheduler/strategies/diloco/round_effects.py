@@ -68,6 +68,18 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
+class NoRoom:
+    """Effect: pause the job, whose disk has no room for an outer update."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartReady:
+    """Effect: start the tasks whose inputs exist."""
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Effect: report the metrics of a worker over a round."""
 

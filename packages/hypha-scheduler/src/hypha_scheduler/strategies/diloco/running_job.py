@@ -5,9 +5,11 @@ Built by `operator`, from new leases or from tasks of an earlier run of the sche
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Reference
@@ -17,15 +19,43 @@ from hypha_scheduler.strategies.diloco.records import BeganRecord, TermRecord, w
 from hypha_scheduler.strategies.diloco.restore import RestoredTraining
 from hypha_scheduler.strategies.diloco.result_model import ResultModel
 from hypha_scheduler.strategies.diloco.retries import ExecutorRetries
-from hypha_scheduler.strategies.diloco.round_announcer import RoundAnnouncer
 from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound, RoundSettings
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
-from hypha_scheduler.strategies.diloco.slots import Slot, Slots
+from hypha_scheduler.strategies.diloco.server_commands import ServerCommands
+from hypha_scheduler.strategies.diloco.slots import Slots
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings
-from hypha_scheduler.strategies.diloco.start_barrier import StartBarrier
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
-from hypha_scheduler.strategies.diloco.worker_list import WorkerList
+
+_log = logging.getLogger(__name__)
+
+START_TIMEOUT: Final = 5.0
+"""Maximum time in seconds for which the first workers are delayed."""
+
+
+@dataclass(slots=True)
+class StartBarrier:
+    """Barrier that releases all workers once each has arrived, or `START_TIMEOUT` seconds after the first."""
+
+    expected: int
+    """Number of workers."""
+    began: float = 0.0
+    """Time at which executors were started."""
+    _arrived: set[PeerId] = field(default_factory=set)
+    _released: bool = False
+    _deadline: float | None = None
+
+    def remaining(self, peer: PeerId, now: float) -> float:
+        """Record that a worker has arrived; return how many seconds it waits at most, 0 after the release."""
+        if peer not in self._arrived:
+            self._arrived.add(peer)
+            seconds, count = now - self.began, len(self._arrived)
+            _log.info("worker %s is ready after %.1f s (%d of %d)", peer, seconds, count, self.expected)
+        if self._deadline is None:
+            self._deadline = now + START_TIMEOUT
+        if len(self._arrived) >= self.expected or now >= self._deadline:
+            self._released = True
+        return 0.0 if self._released else self._deadline - now
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +82,9 @@ class RunningJob:
 
     training: TrainingState
     placed: PlacedJob
-    announcer: RoundAnnouncer
+    commands: ServerCommands
     barrier: StartBarrier
     slots: Slots
-    worker_list: WorkerList
     first_attempt: int
     """Number of the first attempt at a new worker's task."""
     tasks: dict[TaskRef, TaskState] = field(default_factory=dict)
@@ -113,7 +142,7 @@ class RunningJob:
         """Remove a worker: its slot is free, and its task of no interest any more."""
         self.workers.pop(peer, None)
         self.server_terms.pop(peer, None)
-        self.slots.remove(peer)
+        self.slots.held.pop(peer, None)
 
     def mark_ended(self, task: TaskRef, state: TaskState) -> bool:
         """Record the final state of a task; only the first one counts. Return whether this was the first."""
@@ -134,19 +163,10 @@ class RunningJob:
         """
         if any(task.lease.role == AGGREGATE for task in self.unconfirmed):
             return ()
-        self.placed = replace(self.placed, closed=closed, workers=tuple(self.workers), slots=self._slots())
+        self.placed = replace(self.placed, closed=closed, workers=tuple(self.workers))
         waiting = [task for task, state in self.tasks.items() if state is TaskState.WAITING]
         ready = [task for task in waiting if task.lease.role == AGGREGATE or self.has_server]
         return tuple(map(self._start, ready))
-
-    def _slots(self) -> dict[PeerId, Slot]:
-        slots = {peer: self.slots.of(peer) for peer in self.workers}
-        return {peer: slot for peer, slot in slots.items() if slot is not None}
-
-    @property
-    def members(self) -> dict[PeerId, int]:
-        """Member number of each worker."""
-        return {peer: slot.member for peer, slot in self._slots().items()}
 
     def _start(self, ref: TaskRef) -> StartTask:
         self.tasks[ref] = TaskState.RUNNING
@@ -156,7 +176,7 @@ class RunningJob:
             return StartTask(ref, self.placed.aggregate_spec())
         peer = ref.lease.peer
         self.server_terms[peer] = self.term
-        return StartTask(ref, self.placed.train_spec(peer, self.retries.micro_batch(ref.lease.id)))
+        return StartTask(ref, self.placed.train_spec(self.slots.held[peer], self.retries.micro_batch(ref.lease.id)))
 
 
 def server_task(lease: Lease, term: int) -> TaskRef:
@@ -262,21 +282,17 @@ class JobBuilder:
         return RunningJob(
             training,
             placed,
-            self.announcer(training, task, term),
+            self.commands(training, task, term, workers),
             StartBarrier(0, now),
             slots,
-            WorkerList(task, term, frozenset(workers)),
             self.context.first_attempt,
         )
 
-    def announcer(self, training: TrainingState, server: TaskRef | None, term: int) -> RoundAnnouncer:
-        """Return what tells a parameter server the members of rounds."""
-
-        def digest_of(peer: PeerId, number: int) -> str | None:
-            found = training.contributions.get(peer, number)
-            return None if found is None else found.update
-
-        return RoundAnnouncer(server, term, self.job.rounds.timeout, digest_of)
+    def commands(
+        self, training: TrainingState, server: TaskRef | None, term: int, workers: Iterable[PeerId]
+    ) -> ServerCommands:
+        """Return the commands to a parameter server, which knows these workers."""
+        return ServerCommands(server, term, training.contributions, frozenset(workers), self.job.rounds.timeout)
 
     def _placed_job(self, server: PeerId, slots: Slots, batch_size: int, term: int) -> PlacedJob:
         data, shares = self.data, dict[int, Reference]()
@@ -313,25 +329,21 @@ class JobBuilder:
         away = [peer for peer in peers if restored.closed and peer not in restored.present]
         training.rounds.resume_round(posted, members, now, restored.refused.keys(), away)
         if announced is not None:
-            running.announcer.restore([AnnounceRound(each.round, each.members) for each in restored.announcements])
+            running.commands.restore([AnnounceRound(each.round, each.members) for each in restored.announcements])
 
     def term_record(self, running: RunningJob, *, continues: bool = False) -> WriteJournal:
         """Return the record of the parameter server's appointment."""
-        placed, members = running.placed, running.members
+        placed, slots = running.placed, running.slots.held
         return write_record(
             TermRecord(
                 term=placed.term,
                 server=placed.server,
                 workers=tuple(running.workers),
-                members=tuple(members[peer] for peer in running.workers),
+                members=tuple(slots[peer].member for peer in running.workers),
                 scheduled_for=placed.scheduled_for,
                 continues=continues,
             )
         )
-
-    def begin_records(self, workers: Sequence[PeerId]) -> tuple[WriteJournal, ...]:
-        """Return the record of the job's begin, unless an earlier run has written it."""
-        return () if self.restored.began is not None else (write_record(self.began(workers)),)
 
     def began(self, workers: Sequence[PeerId]) -> BeganRecord:
         """Return what the job works with, which must not change when it is resumed."""

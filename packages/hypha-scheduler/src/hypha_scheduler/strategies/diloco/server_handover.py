@@ -8,7 +8,6 @@ the open round, and send them to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -17,15 +16,12 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset
-from hypha_scheduler.strategies.avoidance import Avoidance
-from hypha_scheduler.strategies.base import Effects, EmitEvent, Lease, SendCommand, StopTask, TaskRef
-from hypha_scheduler.strategies.diloco import training_state
-from hypha_scheduler.strategies.diloco.commit import RoundCommits
+from hypha_scheduler.strategies.base import EmitEvent, Lease, SendCommand, StopTask
 from hypha_scheduler.strategies.diloco.events import replaced_event
-from hypha_scheduler.strategies.diloco.membership import Membership
+from hypha_scheduler.strategies.diloco.membership import Effects, Membership
+from hypha_scheduler.strategies.diloco.round_effects import StartReady
 from hypha_scheduler.strategies.diloco.running_job import JobBuilder, RunningJob
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, LAST_UPDATE
-from hypha_scheduler.strategies.diloco.worker_list import WorkerList
 
 _TAG: Final = "server changed"
 
@@ -47,15 +43,9 @@ class ServerHandover:
 
     builder: JobBuilder
     running: RunningJob
-    commits: RoundCommits
     membership: Membership
-    translate: Callable[[Iterable[training_state.Effect]], Effects]
-    """Returns the runner's effects for those of the training state."""
-    start_ready: Callable[[], Effects]
-    """Starts the tasks whose inputs exist."""
-    avoidance: Avoidance
     is_draining: bool = False
-    """Whether the worker of the parameter server has announced that it will end."""
+    """Whether the worker of the parameter server has announced that it will end: another follows after a round."""
     _standby: Lease | None = None
     """Lease of the next parameter server."""
     _is_replaced: bool = False
@@ -70,7 +60,7 @@ class ServerHandover:
         if self.membership.is_over:
             return replace(request, count=0, minimum=0)
         count = 2 if self.is_draining and self.running.server is not None else 1
-        return replace(request, count=count, excluded=self.avoidance.unwanted(AGGREGATE, now))
+        return replace(request, count=count, excluded=self.membership.avoidance.unwanted(AGGREGATE, now))
 
     def add(self, lease: Lease, now: float) -> Effects:
         """Let a lease take the place of a parameter server: at once, or after the next round if that drains."""
@@ -81,10 +71,6 @@ class ServerHandover:
         """Forget a lease that no task runs on."""
         if self._standby is not None and self._standby.id == lease.id:
             self._standby = None
-
-    def drain(self) -> None:
-        """Replace the parameter server after its next round."""
-        self.is_draining = True
 
     # ------------------------------------------------------------------------------------------------------ replacement
 
@@ -102,26 +88,15 @@ class ServerHandover:
         running, self._is_replaced = self.running, True
         running.has_server = False
         event = replaced_event(running.placed.server, AGGREGATE, why)
-        return (event, *self.translate(running.training.server_changed(None, now, why)))
+        return (event, *running.training.server_changed(None, now, why))
 
     def replace(self, why: str, now: float, *, exclude: bool = True) -> Effects:
         """Stop the parameter server, and let another one take its place."""
         server = self.running.server
         if server is None:
             return ()
-        excluded = self.avoidance.exclude(AGGREGATE, server.lease.peer, why, now) if exclude else ()
+        excluded = self.membership.avoidance.exclude(AGGREGATE, server.lease.peer, why, now) if exclude else ()
         return (*excluded, *self.lost(why, now), StopTask(server, why))
-
-    def not_started(self, task: TaskRef, why: str, now: float) -> Effects:
-        """Go on without a parameter server whose worker did not take its task."""
-        excluded = self.avoidance.record_failure(AGGREGATE, task.lease.peer, None, why, now)
-        return (*excluded, *self.lost(why, now))
-
-    def failed(self, why: str, now: float) -> Effects:
-        """Go on without a parameter server that has ended by itself."""
-        server = self.running.server
-        excluded = () if server is None else self.avoidance.exclude(AGGREGATE, server.lease.peer, why, now)
-        return (*excluded, *self.lost(why, now))
 
     def round_committed(self, now: float) -> Effects:
         """Replace a parameter server that drains, if there is another lease."""
@@ -134,27 +109,26 @@ class ServerHandover:
         running, lease = self.running, self._standby
         assert lease is not None
         self._standby, term = None, running.term + 1
-        has_momentum = self.commits.last > 0 and self.builder.job.outer_optimizer.momentum > 0
+        has_momentum = self.membership.commits.last > 0 and self.builder.job.outer_optimizer.momentum > 0
         running.placed = replace(running.placed, server=lease.peer, term=term, has_momentum=has_momentum)
         running.gone_members.clear()
         server = running.add_server(lease)
-        running.announcer = self.builder.announcer(running.training, server, term)
-        running.worker_list = WorkerList(server, term, frozenset(running.workers))
-        self.commits.wake()
+        running.commands = self.builder.commands(running.training, server, term, running.workers)
+        self.membership.commits.wake()
         record = self.builder.term_record(running, continues=True)
-        return (record, *self.start_ready())
+        return (record, StartReady())
 
     # --------------------------------------------------------------------------------------------------- the new server
 
     def started(self, now: float) -> Effects:
         """Use a parameter server whose task has started: tell the workers, and announce the open round again."""
         running = self.running
-        known = running.worker_list.open()
+        known = running.commands.open()
         if running.server is None or not self._is_replaced:
             return known
         told = self.tell_workers()
         changed = running.training.server_changed(running.server.lease.peer, now)
-        return (*known, *told, *self.translate(changed))
+        return (*known, *told, *changed)
 
     def tell_workers(self) -> Effects:
         """Tell the workers of the parameter server whose specifications name another one."""
@@ -166,7 +140,7 @@ class ServerHandover:
         return effects
 
     def _command(self, peer: PeerId) -> tuple[SendCommand, ...]:
-        running, last = self.running, self.commits.last
+        running, last = self.running, self.membership.commits.last
         task = running.task_of(running.workers[peer])
         if running.server is None or task is None:
             return ()
@@ -178,7 +152,7 @@ class ServerHandover:
             term=running.term,
             server=running.server.lease.peer,
             round=number,
-            update=self.commits.update if last else None,
+            update=self.membership.commits.update if last else None,
             outer_update=SliceAddress(dataset=dataset, index=0) if last else None,
         )
         about: dict[str, str | int | float | bool] = {"hypha.term": running.term, "hypha.peer.id": str(peer)}
@@ -200,7 +174,7 @@ class ServerHandover:
         if told.update in (None, outcome.sends) or stated is None or stated.update != told.update:
             return ()
         if running.training.rounds.is_announced(told.round):  # it may have arrived, and count already
-            return self.translate(running.training.rounds.hurry())
+            return running.training.rounds.hurry()
         why = "its worker has not kept it"
         event = EmitEvent("update_missing", {"round": told.round, "worker": str(told.peer), "reason": why})
-        return (event, *self.translate(running.training.update_missing(told.round, told.peer, why, now)))
+        return (event, *running.training.update_missing(told.round, told.peer, why, now))

@@ -23,10 +23,11 @@ from hypha_proto.job_spec import (
     TextRows,
     TrainConfig,
 )
-from hypha_proto.offers import ExecutorDescriptor
+from hypha_proto.offers import ExecutorDescriptor, WorkerSpec
 from hypha_proto.tasks import TaskSpec
 from hypha_scheduler.allocation.auction import RoleRequest
 from hypha_scheduler.jobs.artifacts import artifact_dataset, hub_reference
+from hypha_scheduler.jobs.config import PriceTable
 from hypha_scheduler.jobs.specs import executor_of, model_spec, optimizer_spec, schedule_spec, worker_spec
 from hypha_scheduler.strategies.base import DatasetView
 from hypha_scheduler.strategies.diloco.config import TRAIN_KIND, DilocoJobConfig
@@ -49,29 +50,18 @@ SETTLE: Final = 2.0
 
 def role_requests(job: DilocoJobConfig, *, has_begun: bool = False) -> tuple[RoleRequest, RoleRequest]:
     """Return the job's demand for training workers and for a parameter server; once it `has_begun`, it grows."""
-    resources = job.resources
+    table = job.resources
+    count, least = (table.most_workers, table.least_workers) if has_begun else (table.num_workers, table.first_workers)
+    trainer = worker_spec(table.worker, ExecutorDescriptor("train", TRAIN_KIND))
+    server = worker_spec(table.parameter_server, ExecutorDescriptor("aggregate", AGGREGATE_KIND))
     return (
-        RoleRequest(
-            TRAIN,
-            worker_spec(resources.worker, ExecutorDescriptor("train", TRAIN_KIND)),
-            bid=resources.worker_price.bid,
-            max_price=resources.worker_price.max,
-            count=resources.most_workers if has_begun else resources.num_workers,
-            minimum=resources.least_workers if has_begun else resources.first_workers,
-            starts_at_minimum=True,
-            settle=SETTLE,
-        ),
-        RoleRequest(
-            AGGREGATE,
-            worker_spec(resources.parameter_server, ExecutorDescriptor("aggregate", AGGREGATE_KIND)),
-            bid=resources.parameter_server_price.bid,
-            max_price=resources.parameter_server_price.max,
-            count=1,
-            minimum=1,
-            starts_at_minimum=True,
-            settle=SETTLE,
-        ),
+        _request(TRAIN, trainer, table.worker_price, count, least),
+        _request(AGGREGATE, server, table.parameter_server_price, 1, 1),
     )
+
+
+def _request(role: str, spec: WorkerSpec, price: PriceTable, count: int, minimum: int) -> RoleRequest:
+    return RoleRequest(role, spec, price.bid, price.max, count, minimum, starts_at_minimum=True, settle=SETTLE)
 
 
 def round_settings(
@@ -132,8 +122,6 @@ class PlacedJob:
     """Whether there is an outer momentum to begin with."""
     batch: int | None = None
     """Samples per batch; by the configuration if None."""
-    slots: Mapping[PeerId, Slot] | None = None
-    """Slot of each worker; None for its position in `workers`."""
     scheduled_for: int | None = None
     """Number of workers that the learning-rate schedule is made for; None for that of `workers`.
 
@@ -151,21 +139,22 @@ class PlacedJob:
         executor = executor_of(self.job.resources.parameter_server, AGGREGATE, AGGREGATE_KIND)
         return TaskSpec(executor=executor, aggregation=config)
 
-    def train_spec(self, worker: PeerId, micro_batch: int | None = None) -> TaskSpec:
+    def train_spec(self, slot: Slot, micro_batch: int | None = None) -> TaskSpec:
         """Return a training worker's task; `micro_batch` is as for `train_config`."""
         executor = executor_of(self.job.resources.worker, TRAIN, TRAIN_KIND)
-        return TaskSpec(executor=executor, training=self.train_config(worker, micro_batch))
+        return TaskSpec(executor=executor, training=self.train_config(slot, micro_batch))
 
-    def train_config(self, worker: PeerId | None = None, micro_batch: int | None = None) -> TrainConfig:
+    def train_config(self, slot: Slot | None = None, micro_batch: int | None = None) -> TrainConfig:
         """Return what a training worker does; different workers differ in number and evaluation share.
 
         Args:
-            worker: the worker; None for what all have in common.
+            slot: slot of the worker; None for what all have in common.
             micro_batch: maximum number of samples that its executor computes at once.
         """
         job, workers = self.job, self.scheduled_for or len(self.workers)
         batch_size = self.batch or job.rounds.batch_for(workers)
         schedule = schedule_spec(job.inner_optimizer, _steps(job, workers, batch_size))
+        share = None if slot is None or slot.share is None else self.evaluation.get(slot.share)
         return TrainConfig(
             model=model_spec(job.model, self.model),
             data=SchedulerReference(peer=self.scheduler, dataset=job.dataset.name_in(self.job_id)),
@@ -176,9 +165,9 @@ class PlacedJob:
             preprocessor=_preprocessor(job, self.preprocessor),
             scheduler=schedule,
             seed=job.seed,
-            member=None if worker is None else self._slot(worker).member,
+            member=None if slot is None else slot.member,
             round_steps=None if schedule is None else _round_steps(job, workers, batch_size),
-            evaluation=self._evaluation(worker),
+            evaluation=None if share is None else Evaluation(data=share, every=job.rounds.evaluate_every),
             first_round=self.closed + 1 if self.closed else None,
             term=self.term,
             weights=self._served(WEIGHTS),
@@ -187,23 +176,12 @@ class PlacedJob:
             rows=None if job.rows is None else TextRows(**job.rows.model_dump()),
         )
 
-    def _slot(self, worker: PeerId) -> Slot:
-        if self.slots is not None:
-            return self.slots[worker]
-        position = self.workers.index(worker)
-        return Slot(position, position)
-
     def _served(self, name: str) -> Reference:
         """Return where a file of the job's newest weights is."""
         resource = SliceAddress(dataset=artifact_dataset(self.job_id, name), index=0)
         return PeersReference(
             peers=(self.scheduler,), strategy=One(), resource=resource, filenames=(f"{name}.safetensors",)
         )
-
-    def _evaluation(self, worker: PeerId | None) -> Evaluation | None:
-        number = None if worker is None else self._slot(worker).share
-        share = None if number is None else self.evaluation.get(number)
-        return None if share is None else Evaluation(data=share, every=self.job.rounds.evaluate_every)
 
 
 def _preprocessor(job: DilocoJobConfig, artifact: Reference | None) -> Preprocessor | None:
