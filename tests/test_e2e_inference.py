@@ -15,7 +15,7 @@ from support.task_network import Submission, TaskNetwork
 
 from hypha_local.byte_tokenizer import add_byte_tokenizer
 from hypha_local.datasets.digits import write_digits
-from hypha_local.inference_layout import MODULE
+from hypha_local.inference_demo import MODULE
 from hypha_local.network_layout import process_executor
 from hypha_local.processes import script
 

@@ -19,7 +19,7 @@ from hypha_local.cli import main
 from hypha_local.datasets.prompts import MAX_BYTES, write_prompts
 from hypha_local.demo_tasks import INFERENCE_TASKS
 from hypha_local.display import PARTS_SHOWN, Display
-from hypha_local.inference_layout import Inference, write_inference_configuration
+from hypha_local.inference_demo import Inference, write_inference_configuration
 from hypha_local.inference_summary import EXAMPLES, summarize_inference
 from hypha_local.network_layout import Folders, plan_nodes
 from hypha_local.processes import local_processes
@@ -30,19 +30,19 @@ def test_every_node_has_its_own_configuration(tmp_path: Path, task: Any) -> None
     folders = Folders(tmp_path / "run")
     folders.make()
     nodes = plan_nodes(3, parameter_server=False)
-    inference = Inference(workers=3, seed=7, task=task, columns=("a",), delay=0.5)
+    inference = Inference(workers=3, seed=7, task=task, kill="worker")
     write_inference_configuration(folders, nodes, inference, sys.executable)
     files = {path.stem: tomllib.loads(path.read_text()) for path in folders.configuration.iterdir()}
     assert set(files) == {"gateway", "data", "worker-1", "worker-2", "worker-3", "scheduler"}
     [executor] = files["worker-2"]["executors"]
     assert (executor["class"], executor["name"]) == ("inference", "transformers")
     assert executor["args"][:2] == ["-m", "hypha.accelerate_executor.inference"]
-    assert executor["env"] == {"HYPHA_EXECUTOR_DELAY": "0.5"}
+    assert executor["env"] == {"HYPHA_EXECUTOR_DELAY": "0.25"}
     assert [each["name"] for each in files["data"]["datasets"]] == [task.dataset]
     job = files["scheduler"]["scheduler"]["job"]
     assert (job["type"], job["dataset"], job["model"]["type"]) == ("inference", task.dataset, task.trained.type)
     assert (job["inference"]["task"], job["inference"]["seed"]) == (task.kind, 7)
-    assert (job["results"]["columns"], job["resources"]["num_workers"]) == (["a"], 3)
+    assert (job["results"]["columns"], job["resources"]["num_workers"]) == ([*task.columns], 3)
 
 
 def test_prompts_begin_definitions_of_files_that_are_not_trained_on(tmp_path: Path) -> None:

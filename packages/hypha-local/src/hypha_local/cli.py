@@ -173,7 +173,8 @@ def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
     _refuse(task, options, ("model", "prompts"))
 
     async def run(console: Console) -> _Summary:
-        from hypha_local.demo import run_demo
+        from hypha_local.demo import TrainingDemo
+        from hypha_local.display import Display
         from hypha_local.network_layout import DemoTraining, Folders
 
         chosen = TASKS[task]
@@ -181,15 +182,10 @@ def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
             options["workers"], options["rounds"] or chosen.rounds, options["seed"], chosen, chosen.evaluate_every
         )
         folders = Folders((options["folder"] or Path("hypha-demo")).resolve())
-        return await run_demo(
-            folders,
-            training,
-            keep=options["keep"],
-            console=console,
-            timeout=options["timeout"],
-            compare=options["compare"],
-            kill=options["kill"],
-        )
+        display = Display(console, training.rounds)
+        return await TrainingDemo(
+            folders, training, display, options["timeout"], options["keep"], options["compare"], options["kill"]
+        ).run()
 
     return run
 
@@ -208,18 +204,13 @@ def _inference_demo(task: str, options: Mapping[str, Any]) -> _Demo:
         raise click.UsageError("--rounds: not with --model, because nothing is trained")
 
     async def run(console: Console) -> _Summary:
-        from hypha_local.inference_demo import KILL_DELAY, InferenceOptions, run_inference
-        from hypha_local.inference_layout import Inference
+        from hypha_local.inference_demo import Inference, run_inference
         from hypha_local.network_layout import Folders
 
         inference = Inference(
             options["workers"],
             options["seed"],
             chosen,
-            () if options["prompts"] else chosen.columns,
-            KILL_DELAY if options["kill"] else 0.0,
-        )
-        more = InferenceOptions(
             model=options["model"] and options["model"].resolve(),
             rounds=options["rounds"] or chosen.trained.rounds,
             prompts=options["prompts"] and options["prompts"].resolve(),
@@ -228,7 +219,7 @@ def _inference_demo(task: str, options: Mapping[str, Any]) -> _Demo:
             timeout=options["timeout"],
         )
         folders = Folders((options["folder"] or Path("hypha-inference")).resolve())
-        return await run_inference(folders, inference, more, console)
+        return await run_inference(folders, inference, console)
 
     return run
 

@@ -11,12 +11,11 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import anyio
 import anyio.to_thread
-from rich.console import Console
 
 from hypha_local.display import Display
 from hypha_local.executor_session import ExecutorSession
@@ -32,70 +31,6 @@ from hypha_proto.record_file import EVENTS
 KILL_DELAY: Final = 0.1
 """Seconds that workers add to each batch where one of them is killed."""
 SLICES_PER_WORKER: Final = 4
-
-
-async def run_demo(
-    folders: Folders,
-    training: DemoTraining,
-    *,
-    keep: bool,
-    console: Console,
-    timeout: float,
-    compare: bool = False,
-    kill: Victim | None = None,
-    started: float | None = None,
-) -> Summary:
-    """Train the task's model on a network in `folders` and return a summary.
-
-    Args:
-        folders: the run directory.
-        training: what to train.
-        keep: keep certificates, configuration, slices and work directories.
-        console: terminal for the progress.
-        timeout: seconds for the training itself.
-        compare: afterwards train once more for each worker, alone on its shard of the data.
-        kill: what is killed when 40 % of the rounds are done.
-        started: `time.monotonic` when the command started, if other steps came before.
-
-    Raises:
-        RunDirectoryError: the folder cannot be used.
-        ProcessFailedError: a program failed; the message ends with its last lines.
-    """
-    display = Display(console, training.rounds, time.monotonic() if started is None else started)
-    await anyio.to_thread.run_sync(folders.make)
-    if kill == "worker":  # else the job could be over before another one has joined
-        training = replace(training, delay=KILL_DELAY)
-    nodes = plan_nodes(training.workers, spare=kill in REPLACED)
-    write_configuration(folders, nodes, training, sys.executable)
-    async with local_processes(folders.logs) as processes:
-        session = ExecutorSession(processes, folders.logs)
-
-        async def prepare() -> None:
-            display.step(f"certificates for {len(nodes)} nodes in {folders.root}")
-            await make_data(processes, folders, training)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(make_model, session, folders, training)
-            await start_network(processes, folders, nodes, display, prepare)
-        display.step("start model and dataset made")
-        changes = await _train(processes, folders, nodes, training, kill, display, timeout)
-        summary = await _collect_results(processes, session, folders, nodes, training, display)
-        summary = replace(summary, killed=kill, changes=changes)
-        _write_summary(folders, summary)
-        if compare:
-            summary = replace(
-                summary, alone_losses=await _train_separately(processes, folders, training, display, timeout)
-            )
-            _write_summary(folders, summary)
-    drawn = await anyio.to_thread.run_sync(plot_loss, folders.metrics, summary, folders.root / "loss.png")
-    display.step(drawn)
-    if not keep:
-        folders.tidy()
-    return summary
-
-
-def _write_summary(folders: Folders, summary: Summary) -> None:
-    (folders.root / "summary.json").write_text(summary.as_json() + "\n")
 
 
 async def make_model(session: ExecutorSession, folders: Folders, training: DemoTraining) -> None:
@@ -118,91 +53,131 @@ async def make_data(processes: Processes, folders: Folders, training: DemoTraini
         await processes.run("prepare-held-out", command, timeout=STEP_TIMEOUT)
 
 
-async def _train(
-    processes: Processes,
-    folders: Folders,
-    nodes: Sequence[NodePlan],
-    training: DemoTraining,
-    kill: Victim | None,
-    display: Display,
-    timeout: float,
-) -> tuple[str, ...]:
-    """Run the job to its end; return how its members have changed after something was killed."""
+@dataclass(slots=True)
+class TrainingDemo:
+    """Trains the task's model on a network in `folders`."""
 
-    def start_again() -> LocalProcess:
-        display.step("scheduler started again: it takes the job up")
-        return start_node(processes, folders, nodes[-1])
+    folders: Folders
+    """The run directory."""
+    training: DemoTraining
+    display: Display
+    timeout: float
+    """Seconds for the training itself."""
+    keep: bool = False
+    """Whether certificates, configuration, slices and work directories stay."""
+    compare: bool = False
+    """Whether it trains once more for each worker afterwards, alone on its shard of the data."""
+    kill: Victim | None = None
+    """What is killed when 40 % of the rounds are done."""
+    _processes: Processes = field(init=False)
+    _session: ExecutorSession = field(init=False)
+    _nodes: Sequence[NodePlan] = field(init=False)
 
-    executor = "hypha.accelerate_executor.training"
-    job = JobRun(processes, folders, nodes, executor, kill, start_again, display)
-    with anyio.move_on_after(timeout) as scope:
-        await job.run()
-    if scope.cancelled_caught:
-        raise processes.child(nodes[-1].name).failure(f"training was not done within {timeout:g} s")
-    return tuple(job.changes)
+    async def run(self) -> Summary:
+        """Train the model and return a summary.
 
+        Raises:
+            RunDirectoryError: the folder cannot be used.
+            ProcessFailedError: a program failed; the message ends with its last lines.
+        """
+        folders, kill = self.folders, self.kill
+        await anyio.to_thread.run_sync(folders.make)
+        if kill == "worker":  # else the job could be over before another one has joined
+            self.training = replace(self.training, delay=KILL_DELAY)
+        self._nodes = plan_nodes(self.training.workers, spare=kill in REPLACED)
+        write_configuration(folders, self._nodes, self.training, sys.executable)
+        async with local_processes(folders.logs) as self._processes:
+            self._session = ExecutorSession(self._processes, folders.logs)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(make_model, self._session, folders, self.training)
+                await start_network(self._processes, folders, self._nodes, self.display, self._prepare)
+            self.display.step("start model and dataset made")
+            changes = await self._train()
+            summary = replace(await self._collect_results(), killed=kill, changes=changes)
+            self._write(summary)
+            if self.compare:
+                summary = replace(summary, alone_losses=await self._train_separately())
+                self._write(summary)
+        drawn = await anyio.to_thread.run_sync(plot_loss, folders.metrics, summary, folders.root / "loss.png")
+        self.display.step(drawn)
+        if not self.keep:
+            folders.tidy()
+        return summary
 
-async def _collect_results(
-    processes: Processes,
-    session: ExecutorSession,
-    folders: Folders,
-    nodes: Sequence[NodePlan],
-    training: DemoTraining,
-    display: Display,
-) -> Summary:
-    """Copy and evaluate the trained model, and audit the job and stop the network meanwhile."""
-    [result_path] = folders.runs.glob("*/result.json")
-    shutil.copytree(result_path.parent / "model", folders.model)
-    shutil.copyfile(result_path.parent / EVENTS, folders.metrics)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(processes.stop, [node.name for node in nodes])
-        tasks.start_soon(audit_job, processes, folders)
-        # in the process that has created the start model
-        command = ["evaluate", "--model", str(folders.model), "--data", str(folders.test_set)]
-        evaluated = await session.run([*command, "--task", training.task.wire], timeout=STEP_TIMEOUT)
-    (folders.root / "evaluation.json").write_text(evaluated)
-    evaluation: dict[str, Any] = parse_json(evaluated)
-    result: dict[str, Any] = parse_json(result_path.read_text())
-    wall = time.monotonic() - display.started
-    summary = summarize(
-        result, evaluation, seed=training.seed, wall_seconds=wall, model_dir=folders.model, names=display.names
-    )
-    summary = replace(summary, task=training.task.name, audit=folders.audit.read_text().strip())
-    display.step("model evaluated, job audited, every process ended")
-    return summary
+    def _write(self, summary: Summary) -> None:
+        (self.folders.root / "summary.json").write_text(summary.as_json() + "\n")
 
+    async def _prepare(self) -> None:
+        self.display.step(f"certificates for {len(self._nodes)} nodes in {self.folders.root}")
+        await make_data(self._processes, self.folders, self.training)
 
-async def _train_separately(
-    processes: Processes, folders: Folders, training: DemoTraining, display: Display, timeout: float
-) -> tuple[float, ...]:
-    """Return the test loss of each worker when it trains alone.
+    async def _train(self) -> tuple[str, ...]:
+        """Run the job to its end; return how its members have changed after something was killed."""
 
-    Worker i of n gets the slices i, i + n, …, starts from the job's start model and takes as many steps as a worker of
-    the job took on average, with the same batch size and learning rate.
-    """
-    losses: dict[int, float] = {}
+        def start_again() -> LocalProcess:
+            self.display.step("scheduler started again: it takes the job up")
+            return start_node(self._processes, self.folders, self._nodes[-1])
 
-    async def one(index: int) -> None:
-        losses[index] = await _train_one_separately(processes, folders, training, index, timeout)
-        display.step(f"worker {index + 1} alone on its shard: test loss {losses[index]:.4f}")
+        executor = "hypha.accelerate_executor.training"
+        job = JobRun(self._processes, self.folders, self._nodes, executor, self.kill, start_again, self.display)
+        with anyio.move_on_after(self.timeout) as scope:
+            await job.run()
+        if scope.cancelled_caught:
+            scheduler = self._processes.child(self._nodes[-1].name)
+            raise scheduler.failure(f"training was not done within {self.timeout:g} s")
+        return tuple(job.changes)
 
-    async with anyio.create_task_group() as tasks:
-        for index in range(training.workers):
-            tasks.start_soon(one, index)
-    return tuple(losses[index] for index in range(training.workers))
+    async def _collect_results(self) -> Summary:
+        """Copy and evaluate the trained model, and audit the job and stop the network meanwhile."""
+        folders, task = self.folders, self.training.task
+        [result_path] = folders.runs.glob("*/result.json")
+        shutil.copytree(result_path.parent / "model", folders.model)
+        shutil.copyfile(result_path.parent / EVENTS, folders.metrics)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._processes.stop, [node.name for node in self._nodes])
+            tasks.start_soon(audit_job, self._processes, folders)
+            # in the process that has created the start model
+            command = ["evaluate", "--model", str(folders.model), "--data", str(folders.test_set), "--task", task.wire]
+            evaluated = await self._session.run(command, timeout=STEP_TIMEOUT)
+        (folders.root / "evaluation.json").write_text(evaluated)
+        summary = summarize(
+            parse_json(result_path.read_text()),
+            parse_json(evaluated),
+            seed=self.training.seed,
+            wall_seconds=time.monotonic() - self.display.started,
+            model_dir=folders.model,
+            names=self.display.names,
+        )
+        self.display.step("model evaluated, job audited, every process ended")
+        return replace(summary, task=task.name, audit=folders.audit.read_text().strip())
 
+    async def _train_separately(self) -> tuple[float, ...]:
+        """Return the test loss of each worker when it trains alone.
 
-async def _train_one_separately(
-    processes: Processes, folders: Folders, training: DemoTraining, index: int, timeout: float
-) -> float:
-    task, name = training.task, f"alone-{index + 1}"
-    model, output = folders.work / name, folders.work / f"{name}.json"
-    shard = sorted((folders.data / task.name).glob("*.safetensors"))[index :: training.workers]
-    executor = script("hypha-accelerate-executor")
-    command = [executor, "train-alone", "--task", task.wire, "--model", str(folders.start_model), "--out", str(model)]
-    command += ["--steps", str(training.steps_a_worker), "--batch-size", str(task.batch_size), "--threads", "1"]
-    command += ["--learning-rate", str(task.learning_rate), "--seed", str(training.seed), *map(str, shard)]
-    await processes.run(name, command, timeout=timeout)
-    command = [executor, "evaluate", "--task", task.wire, "--model", str(model), "--data", str(folders.test_set)]
-    await processes.run(f"{name}-evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
-    return float(parse_json(output.read_text())["loss"])
+        Worker i of n gets the slices i, i + n, …, starts from the job's start model and takes as many steps as a worker
+        of the job took on average, with the same batch size and learning rate.
+        """
+        losses: dict[int, float] = {}
+
+        async def one(index: int) -> None:
+            losses[index] = await self._train_one_separately(index)
+            self.display.step(f"worker {index + 1} alone on its shard: test loss {losses[index]:.4f}")
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(self.training.workers):
+                tasks.start_soon(one, index)
+        return tuple(losses[index] for index in range(self.training.workers))
+
+    async def _train_one_separately(self, index: int) -> float:
+        folders, training, task, name = self.folders, self.training, self.training.task, f"alone-{index + 1}"
+        model, output = folders.work / name, folders.work / f"{name}.json"
+        shard = sorted((folders.data / task.name).glob("*.safetensors"))[index :: training.workers]
+        executor = script("hypha-accelerate-executor")
+        command = [executor, "train-alone", "--task", task.wire, "--model", str(folders.start_model)]
+        command += ["--out", str(model), "--steps", str(training.steps_a_worker)]
+        command += ["--batch-size", str(task.batch_size), "--threads", "1"]
+        command += ["--learning-rate", str(task.learning_rate), "--seed", str(training.seed), *map(str, shard)]
+        await self._processes.run(name, command, timeout=self.timeout)
+        command = [executor, "evaluate", "--task", task.wire, "--model", str(model), "--data", str(folders.test_set)]
+        await self._processes.run(f"{name}-evaluate", command, timeout=STEP_TIMEOUT, stdout=output)
+        return float(parse_json(output.read_text())["loss"])

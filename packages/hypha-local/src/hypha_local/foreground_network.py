@@ -28,7 +28,7 @@ from hypha_local.demo_tasks import DIGITS
 from hypha_local.display import Display
 from hypha_local.errors import DatasetUnusableError, RunDirectoryError
 from hypha_local.executor_session import ExecutorSession
-from hypha_local.inference_layout import MODULE as INFERENCE_MODULE
+from hypha_local.inference_demo import MODULE as INFERENCE_MODULE
 from hypha_local.network_layout import (
     AGGREGATION,
     HELD_OUT,

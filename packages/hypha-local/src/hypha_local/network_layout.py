@@ -311,24 +311,14 @@ def job_table(training: DemoTraining, model: str) -> str:
         model: path of the start model, relative to the file.
     """
     task = training.task
-    evaluation = f"evaluation = {toml(HELD_OUT)}\n" if training.evaluate_every else ""
+    evaluation = f", evaluation = {toml(HELD_OUT)}" if training.evaluate_every else ""
     return f"""[scheduler.job]
 type = "diloco"
 seed = {training.seed}
-
-[scheduler.job.dataset]
-dataset = {toml(task.name)}
-{evaluation}
-[scheduler.job.model]
-path = {toml(model)}
-type = {toml(task.type)}
-
-[scheduler.job.inner_optimizer]
-learning_rate = {task.learning_rate}
-
-[scheduler.job.outer_optimizer]
-learning_rate = {task.outer_learning_rate}
-momentum = {task.outer_momentum}
+dataset = {{ dataset = {toml(task.name)}{evaluation} }}
+model = {{ path = {toml(model)}, type = {toml(task.type)} }}
+inner_optimizer = {{ learning_rate = {task.learning_rate} }}
+outer_optimizer = {{ learning_rate = {task.outer_learning_rate}, momentum = {task.outer_momentum} }}
 
 [scheduler.job.rounds]
 update_rounds = {training.rounds}
@@ -339,28 +329,10 @@ evaluate_every = {training.evaluate_every}
 
 [scheduler.job.resources]
 num_workers = {training.workers}
-
-[[scheduler.job.resources.worker]]
-type = "CPU"
-min = 1.0
-
-[[scheduler.job.resources.worker]]
-kind = "diloco-transformer"
-
-[[scheduler.job.resources.parameter_server]]
-type = "CPU"
-min = 1.0
-
-[[scheduler.job.resources.parameter_server]]
-kind = "parameter-server"
-
-[scheduler.job.resources.worker_price]
-bid = 100.0
-max = 120.0
-
-[scheduler.job.resources.parameter_server_price]
-bid = 100.0
-max = 120.0
+worker = {{ cpu = 1.0, kind = "diloco-transformer" }}
+parameter_server = {{ cpu = 1.0, kind = "parameter-server" }}
+worker_price = {{ bid = 100.0, max = 120.0 }}
+parameter_server_price = {{ bid = 100.0, max = 120.0 }}
 """
 
 
