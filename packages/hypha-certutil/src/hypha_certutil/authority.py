@@ -1,8 +1,8 @@
-"""Certificates, signing requests and revocation lists of a Hypha network, as values: no files, no clock, no randomness.
+"""Certificates, signing requests and revocation lists of a Hypha network, as values: no files and no clock.
 
 The hierarchy is root CA → organisation CA → node, in X.509 (RFC 5280) with Ed25519 keys (RFC 8410). A node's peer id is
 derived from its certificate's key (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md). Callers pass
-keys, time and serial numbers.
+keys and time.
 """
 
 from __future__ import annotations
@@ -89,17 +89,12 @@ def ed25519_key(holder: x509.Certificate | x509.CertificateSigningRequest, what:
     return key
 
 
-def make_root(name: str, key: Ed25519PrivateKey, *, days: int, now: datetime, serial: int) -> Authority:
+def make_root(name: str, key: Ed25519PrivateKey, *, days: int, now: datetime) -> Authority:
     """Create a self-signed root CA, which may issue organisation CAs."""
-    subject = _subject(name)
-    builder = _with_ca_extensions(
-        _with_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), key.public_key(), 1
-    )
-    certificate = builder.subject_name(subject).issuer_name(subject).sign(key, None)
-    return Authority(key, certificate)
+    return Authority(key, _make_ca(name, key, None, days=days, now=now))
 
 
-def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, now: datetime, serial: int) -> Authority:
+def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, now: datetime) -> Authority:
     """Create an organisation's CA under `root`, which may issue node certificates.
 
     Raises:
@@ -108,18 +103,13 @@ def make_org(name: str, key: Ed25519PrivateKey, root: Authority, *, days: int, n
     if root.above:
         raise CertutilError(f"{common_name(root.certificate)!r} is not a root: organisations are signed by a root")
     _check_validity(root, days, now)
-    subject = _subject(name)
-    if subject == root.certificate.subject:
+    if _subject(name) == root.certificate.subject:
         raise CertutilError(f"organisation {name!r} has the name of its root: choose another")
-    builder = _with_ca_extensions(
-        _with_validity(x509.CertificateBuilder(), now, days, serial), key.public_key(), root.key.public_key(), 0
-    )
-    certificate = builder.subject_name(subject).issuer_name(root.certificate.subject).sign(root.key, None)
-    return Authority(key, certificate, root.trust)
+    return Authority(key, _make_ca(name, key, root, days=days, now=now), root.trust)
 
 
 def make_node(
-    name: str, key: Ed25519PublicKey, org: Authority, *, role: str | None, days: int, now: datetime, serial: int
+    name: str, key: Ed25519PublicKey, org: Authority, *, role: str | None, days: int, now: datetime
 ) -> x509.Certificate:
     """Create the certificate of a node, for both ends of a TLS connection.
 
@@ -129,24 +119,17 @@ def make_node(
     _check_validity(org, days, now)
     if not org.above:
         raise CertutilError(f"{common_name(org.certificate)!r} is a root: nodes are signed by an organisation")
-    builder = _with_validity(x509.CertificateBuilder(), now, days, serial)
-    builder = builder.subject_name(_subject(name)).issuer_name(org.certificate.subject).public_key(key)
+    builder = _begin_certificate(name, days, now).issuer_name(org.certificate.subject).public_key(key)
     builder = _with_subject_alt_names(builder, name, role)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_key_usage(digital_signature=True), critical=True)
+    builder = builder.add_extension(_key_usage(is_ca=False), critical=True)
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
     return _with_key_identifiers(builder, key, org.key.public_key()).sign(org.key, None)
 
 
 def renew_node(
-    old: x509.Certificate,
-    revoked: x509.CertificateRevocationList,
-    org: Authority,
-    *,
-    days: int,
-    now: datetime,
-    serial: int,
+    old: x509.Certificate, revoked: x509.CertificateRevocationList, org: Authority, *, days: int, now: datetime
 ) -> x509.Certificate:
     """Create a certificate for the key, name and role of one that `org` has issued; the old one may have expired.
 
@@ -158,7 +141,7 @@ def renew_node(
     if revoked.get_revoked_certificate_by_serial_number(old.serial_number) is not None:
         raise CertutilError(f"certificate {name!r} has been revoked: create the node again, with another key")
     key = ed25519_key(old, f"certificate {name!r}")
-    return make_node(check_name(name), key, org, role=role_of(old), days=days, now=now, serial=serial)
+    return make_node(check_name(name), key, org, role=role_of(old), days=days, now=now)
 
 
 def make_request(name: str, key: Ed25519PrivateKey, role: str | None) -> x509.CertificateSigningRequest:
@@ -289,23 +272,27 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, check_name(name))])
 
 
-def _with_validity(builder: x509.CertificateBuilder, now: datetime, days: int, serial: int) -> x509.CertificateBuilder:
+def _begin_certificate(name: str, days: int, now: datetime) -> x509.CertificateBuilder:
     if days < 1:
         raise CertutilError(f"--days {days}: use 1 or more")
     try:
         end = now + timedelta(days=days)
     except OverflowError:
         raise CertutilError(f"--days {days}: ends after the year 9999") from None
-    return builder.serial_number(serial).not_valid_before(now - SKEW).not_valid_after(end)
+    builder = x509.CertificateBuilder().subject_name(_subject(name)).serial_number(x509.random_serial_number())
+    return builder.not_valid_before(now - SKEW).not_valid_after(end)
 
 
-def _with_ca_extensions(
-    builder: x509.CertificateBuilder, key: Ed25519PublicKey, issuer: Ed25519PublicKey, path_length: int
-) -> x509.CertificateBuilder:
-    builder = builder.public_key(key)
+def _make_ca(
+    name: str, key: Ed25519PrivateKey, root: Authority | None, *, days: int, now: datetime
+) -> x509.Certificate:
+    """Create the certificate of an organisation's CA, or of a root, which signs itself."""
+    signer, issuer = (key, _subject(name)) if root is None else (root.key, root.certificate.subject)
+    builder = _begin_certificate(name, days, now).issuer_name(issuer).public_key(key.public_key())
+    path_length = 1 if root is None else 0
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
-    builder = builder.add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
-    return _with_key_identifiers(builder, key, issuer)
+    builder = builder.add_extension(_key_usage(is_ca=True), critical=True)
+    return _with_key_identifiers(builder, key.public_key(), signer.public_key()).sign(signer, None)
 
 
 def _with_key_identifiers(
@@ -323,17 +310,15 @@ def _with_subject_alt_names(builder: _Built, name: str, role: str | None) -> _Bu
     return builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
 
 
-def _key_usage(
-    *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
-) -> x509.KeyUsage:
+def _key_usage(is_ca: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=digital_signature,
+        digital_signature=not is_ca,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
         key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
         encipher_only=False,
         decipher_only=False,
     )

@@ -1,4 +1,4 @@
-"""Command line `hypha-certutil`: each command generates keys and serial numbers, calls `authority`, then `storage`."""
+"""Command line `hypha-certutil`: each command generates keys, calls `authority`, then `storage`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main() -> None:
 def root(name: str, folder: Path, days: int, force: bool, form: str) -> None:
     """Make a root CA, by default called "root", and its empty revocation list."""
     key = Ed25519PrivateKey.generate()
-    made = authority.make_root(name, key, days=days, now=_now(), serial=x509.random_serial_number())
+    made = authority.make_root(name, key, days=days, now=_now())
     names = storage.names_in(folder, name)
     certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
     _write_authority(names, made, [certificate], force, form)
@@ -79,7 +79,7 @@ def org(name: str, root_name: str, folder: Path, days: int, force: bool, form: s
     """Make an organisation's CA under the root, by default called "org", and its empty revocation list."""
     above = storage.read_authority(folder, root_name)
     key = Ed25519PrivateKey.generate()
-    made = authority.make_org(name, key, above, days=days, now=_now(), serial=x509.random_serial_number())
+    made = authority.make_org(name, key, above, days=days, now=_now())
     names = storage.names_in(folder, name)
     certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
     _write_authority(names, made, [certificate, Output(names.trust, storage.bundle_pem(made.trust))], force, form)
@@ -103,9 +103,7 @@ def node(
     """
     issuer = storage.read_authority(folder, org)
     key = Ed25519PrivateKey.generate()
-    made = authority.make_node(
-        name, key.public_key(), issuer, role=role, days=days, now=_now(), serial=x509.random_serial_number()
-    )
+    made = authority.make_node(name, key.public_key(), issuer, role=role, days=days, now=_now())
     names = storage.names_in(out or folder, name)
     secret = Output(names.key, storage.key_pem(key), PRIVATE)
     _write_node(names, issuer, made, [secret], force=force, form=form)
@@ -148,9 +146,7 @@ def sign(
     wanted = authority.read_request(storage.read_request(request))
     if wanted.role is not None and wanted.role != role:
         raise CertutilError(f"{request}: asks for the role {wanted.role}; grant it with --role {wanted.role}")
-    made = authority.make_node(
-        wanted.name, wanted.key, issuer, role=role, days=days, now=_now(), serial=x509.random_serial_number()
-    )
+    made = authority.make_node(wanted.name, wanted.key, issuer, role=role, days=days, now=_now())
     _write_node(storage.names_in(out or folder, wanted.name), issuer, made, [], force=force, form=form)
 
 
@@ -168,14 +164,8 @@ def renew(certificate: Path, org: str, folder: Path, days: int, form: str) -> No
     """
     issuer = storage.read_authority(folder, org)
     old = storage.read_certificates(certificate)[0]
-    made = authority.renew_node(
-        old,
-        storage.read_crl(storage.names_in(folder, org).crl),
-        issuer,
-        days=days,
-        now=_now(),
-        serial=x509.random_serial_number(),
-    )
+    revoked = storage.read_crl(storage.names_in(folder, org).crl)
+    made = authority.renew_node(old, revoked, issuer, days=days, now=_now())
     kept = certificate.with_name(f"{certificate.stem}-{f'{old.serial_number:x}'[:8]}.pem")
     storage.write_all([Output(kept, storage.bundle_pem([old]))], force=True)
     storage.replace(Output(certificate, storage.bundle_pem([made, *issuer.intermediates])))

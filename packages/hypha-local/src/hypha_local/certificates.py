@@ -12,7 +12,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from cryptography.x509 import load_pem_x509_certificate, random_serial_number
+from cryptography.x509 import load_pem_x509_certificate
 
 from hypha_certutil.authority import Authority, make_node, make_org, make_root
 from hypha_certutil.storage import PRIVATE, Output, bundle_pem, key_pem, names_in, write_all
@@ -30,8 +30,8 @@ def write_certificates(folder: Path, nodes: Iterable[NodePlan]) -> Path:
         The path prefix of this process's own identity: ``<prefix>-cert.pem`` and so on.
     """
     now = datetime.now(UTC)
-    root = make_root("hypha-local-root", _key(), days=DAYS + 2, now=now, serial=random_serial_number())
-    org = make_org("hypha-local", _key(), root, days=DAYS + 1, now=now, serial=random_serial_number())
+    root = make_root("hypha-local-root", _key(), days=DAYS + 2, now=now)
+    org = make_org("hypha-local", _key(), root, days=DAYS + 1, now=now)
     for node in nodes:
         _write(folder, node.name, node.role, org, now)
     _write(folder, OWN_NAME, None, org, now)
@@ -54,7 +54,7 @@ def _key() -> Ed25519PrivateKey:
 
 def _write(folder: Path, name: str, role: str | None, org: Authority, now: datetime) -> None:
     key = _key()
-    certificate = make_node(name, key.public_key(), org, role=role, days=DAYS, now=now, serial=random_serial_number())
+    certificate = make_node(name, key.public_key(), org, role=role, days=DAYS, now=now)
     names = names_in(folder, name)
     outputs = [
         Output(names.certificate, bundle_pem((certificate, *org.intermediates))),
