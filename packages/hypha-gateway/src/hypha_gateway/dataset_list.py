@@ -8,8 +8,8 @@ publisher only and limits the number of records of each. What a record says is n
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
@@ -32,30 +32,6 @@ PAGE_INTERVAL: Final = 0.02
 """Seconds that each page of one peer takes at least; its pages are answered one after the other."""
 _STEP: Final = 64
 """Records that are read before other tasks run."""
-
-
-@dataclass(slots=True)
-class _Announced:
-    """What the records of one name say."""
-
-    newest: DatasetRecord
-    providers: set[PeerId] = field(default_factory=set)
-    manifests: set[str | None] = field(default_factory=set)
-
-    def add(self, publisher: PeerId, record: DatasetRecord) -> None:
-        if (record.seq or 0) > (self.newest.seq or 0):
-            self.newest = record
-        self.providers.add(publisher)
-        self.manifests.add(record.manifest)
-
-    def listed(self, name: str) -> ListedDataset:
-        return ListedDataset(
-            name=name,
-            num_slices=self.newest.num_slices,
-            providers=len(self.providers),
-            manifests=len(self.manifests),
-            manifest=self.newest.manifest,
-        )
 
 
 class DatasetList:
@@ -90,15 +66,27 @@ class DatasetList:
             return self._datasets
 
     async def _make(self) -> list[ListedDataset]:
-        announced: dict[str, _Announced] = {}
+        announced: defaultdict[str, list[tuple[PeerId, DatasetRecord]]] = defaultdict(list)
         for number, record in enumerate(self._endpoint.stored_records()):
             if number % _STEP == 0:
                 await anyio.lowlevel.checkpoint()
             if (name := _dataset_name(record.key)) is None or record.publisher is None:
                 continue
             if (said := _read(record)) is not None:
-                announced.setdefault(name, _Announced(said)).add(record.publisher, said)
-        return [announced[name].listed(name) for name in sorted(announced)]
+                announced[name].append((record.publisher, said))
+        return [_listed(name, announced[name]) for name in sorted(announced)]
+
+
+def _listed(name: str, announced: Sequence[tuple[PeerId, DatasetRecord]]) -> ListedDataset:
+    """Return what the records of one name say."""
+    newest = max((record for _, record in announced), key=lambda record: record.seq or 0)
+    return ListedDataset(
+        name=name,
+        num_slices=newest.num_slices,
+        providers=len({publisher for publisher, _ in announced}),
+        manifests=len({record.manifest for _, record in announced}),
+        manifest=newest.manifest,
+    )
 
 
 def _dataset_name(key: bytes) -> str | None:
