@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -36,35 +37,27 @@ class NotWrittenError(Exception):
     """Metrics were not written, or it is unknown whether they were; writing them again is safe."""
 
 
+@dataclass(slots=True, eq=False)
 class RetryQueue:
-    """Sink that writes metrics in order on a background thread."""
+    """Sink that writes metrics in order on a background thread, which it starts."""
 
-    def __init__(
-        self,
-        writer: JobRuns,
-        *,
-        capacity: int = CAPACITY,
-        retry: float = _RETRY_FIRST,
-        stall_timeout: float = _STALL_TIMEOUT,
-    ) -> None:
-        """Start the thread.
+    writer: JobRuns
+    """Destination; closed by `close`."""
+    capacity: int = CAPACITY
+    """Maximum number of queued metrics."""
+    retry: float = _RETRY_FIRST
+    """Seconds before the first retry; doubled for each further one up to 15 seconds."""
+    stall_timeout: float = _STALL_TIMEOUT
+    """Seconds that writing a batch may take before a warning is logged."""
+    _waiting: deque[AimMetrics] = field(default_factory=deque)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _closing: bool = False
+    _busy_since: float | None = None
+    _healthy: bool = True
+    _full: bool = False
+    _thread: threading.Thread = field(init=False)
 
-        Args:
-            writer: destination; closed by `close`.
-            capacity: maximum number of queued metrics.
-            retry: seconds before the first retry; doubled for each further one up to 15 seconds.
-            stall_timeout: seconds that writing a batch may take before a warning is logged.
-        """
-        self._writer = writer
-        self._capacity = capacity
-        self._retry = retry
-        self._stall_timeout = stall_timeout
-        self._waiting: deque[AimMetrics] = deque()
-        self._changed = threading.Condition()
-        self._closing = False
-        self._busy_since: float | None = None
-        self._healthy = True
-        self._full = False
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._write_loop, name="aim-delivery", daemon=True)
         self._thread.start()
 
@@ -77,9 +70,9 @@ class RetryQueue:
     def record(self, metric: AimMetrics) -> None:
         """See `app.LogSink.record`."""
         with self._changed:
-            if self._busy_since is not None and time.monotonic() - self._busy_since > self._stall_timeout:
-                self._report_failure(f"no answer for {self._stall_timeout:g} s")
-            if len(self._waiting) >= self._capacity:
+            if self._busy_since is not None and time.monotonic() - self._busy_since > self.stall_timeout:
+                self._report_failure(f"no answer for {self.stall_timeout:g} s")
+            if len(self._waiting) >= self.capacity:
                 self._raise_full()
             self._full = False
             self._waiting.append(metric)
@@ -104,14 +97,14 @@ class RetryQueue:
     # ------------------------------------------------------------------------------------------------------- the thread
 
     def _write_loop(self) -> None:
-        delay = self._retry
+        delay = self.retry
         while batch := self._next_batch():
-            if self._attempt(lambda batch=batch: self._remove_written(self._writer.write(batch))):  # type: ignore[misc]
-                delay = self._retry
+            if self._attempt(lambda batch=batch: self._remove_written(self.writer.write(batch))):  # type: ignore[misc]
+                delay = self.retry
             else:
                 self._pause(delay)
                 delay = min(2 * delay, _RETRY_LONGEST)
-        self._attempt(self._writer.close)
+        self._attempt(self.writer.close)
 
     def _next_batch(self) -> list[AimMetrics]:
         """Wait for and return the next metrics without removing them; empty once the queue is closed and drained."""
@@ -120,7 +113,7 @@ class RetryQueue:
                 if not self._changed.wait(_IDLE_TIMEOUT):
                     self._changed.release()
                     try:
-                        self._attempt(self._writer.on_idle)
+                        self._attempt(self.writer.on_idle)
                     finally:
                         self._changed.acquire()
             return list(islice(self._waiting, _BATCH))
@@ -151,7 +144,7 @@ class RetryQueue:
             self._changed.wait_for(lambda: self._closing, seconds)
             closing = self._closing
         if closing:
-            time.sleep(min(seconds, self._retry))
+            time.sleep(min(seconds, self.retry))
 
     # ---------------------------------------------------------------------------------------------------------- reports
 
@@ -162,6 +155,6 @@ class RetryQueue:
 
     def _raise_full(self) -> None:
         if not self._full:
-            _log.error("the queue is full (%d metrics), new metrics are refused", self._capacity)
+            _log.error("the queue is full (%d metrics), new metrics are refused", self.capacity)
         self._full = True
-        raise SinkFullError(f"the queue is full ({self._capacity} metrics)")
+        raise SinkFullError(f"the queue is full ({self.capacity} metrics)")

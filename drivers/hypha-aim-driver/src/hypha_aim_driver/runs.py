@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hypha_aim_driver.app import AimMetrics
@@ -21,12 +20,6 @@ _IDLE_TIMEOUT: Final = 600.0
 """Seconds without a metric after which a job's run is closed and AIM shows it as finished; a metric reopens it."""
 
 
-@dataclass(slots=True)
-class _OpenRun:
-    run: AimRun
-    used_at: float
-
-
 class JobRuns:
     """Writes to the runs of a repository; called only by the thread of `retry_queue`."""
 
@@ -34,7 +27,8 @@ class JobRuns:
         """Write to `repository`; opens nothing yet."""
         self._repository = repository
         self._clock = clock
-        self._open: dict[str, _OpenRun] = {}
+        self._open: dict[str, AimRun] = {}
+        self._used_at: dict[str, float] = {}
         self._rounds: dict[tuple[str, str], int] = {}
         """Last round of each worker and metric of the job without an id."""
 
@@ -60,7 +54,7 @@ class JobRuns:
             touched.add(metric.job_id or _UNNAMED)
             count += 1
         for key in touched:
-            self._open[key].run.confirm()
+            self._open[key].confirm()
         self._rounds = rounds
         return count
 
@@ -72,18 +66,18 @@ class JobRuns:
     def _run(self, job_id: str | None) -> AimRun:
         key = job_id or _UNNAMED
         if key not in self._open:
-            self._open[key] = _OpenRun(self._repository.open(job_id), 0.0)
-        self._open[key].used_at = self._clock()
-        return self._open[key].run
+            self._open[key] = self._repository.open(job_id)
+        self._used_at[key] = self._clock()
+        return self._open[key]
 
     def _close_run(self, key: str) -> None:
         if key in self._open:
-            self._open[key].run.close()
+            self._open[key].close()
             del self._open[key]
 
     def on_idle(self) -> None:
         """Close the runs of jobs without recent metrics."""
-        for key in [key for key, run in self._open.items() if self._clock() - run.used_at > _IDLE_TIMEOUT]:
+        for key in [key for key in self._open if self._clock() - self._used_at[key] > _IDLE_TIMEOUT]:
             self._close_run(key)
 
     def close(self) -> None:
