@@ -81,21 +81,21 @@ class ColumnTable:
         Raises:
             RowError: a value is of another kind than those before, or there are too many columns; with the remedy.
         """
-        place = _Place(path, line)
+        place = f"{path.name}, line {line}"
         for name, value in row.items():
             self._add_value(place, name, value)
         if len(row) < len(self.columns):
             for name in self.columns.keys() - row.keys():
                 self._add_gap(self.columns[name], place)
         self.rows += 1
-        self._first_place = self._first_place or str(place)
+        self._first_place = self._first_place or place
 
-    def _add_value(self, place: _Place, name: str, value: object) -> None:
+    def _add_value(self, place: str, name: str, value: object) -> None:
         kind = _KINDS[type(value)]
         column = self.columns.get(name)
         if column is None:
             self._check_name(name)
-            column = self.columns[name] = Column(kind, str(place), first_gap=self._first_place)
+            column = self.columns[name] = Column(kind, place, first_gap=self._first_place)
         if value is None:
             self._add_gap(column, place)
             return
@@ -107,7 +107,7 @@ class ColumnTable:
                 f"column {quote(name)} is of kind {kind} here ({quote(value)}) and of kind {column.kind} in "
                 f"{column.place}; give it values of one kind"
             )
-        column.kind, column.place = kind, str(place)
+        column.kind, column.place = kind, place
 
     def _check_name(self, name: str) -> None:
         if not 0 < len(name) <= MAX_COLUMN_NAME:
@@ -120,8 +120,8 @@ class ColumnTable:
                 "keys that vary into an object, which is one column"
             )
 
-    def _add_gap(self, column: Column, place: _Place) -> None:
-        column.first_gap = column.first_gap or str(place)
+    def _add_gap(self, column: Column, place: str) -> None:
+        column.first_gap = column.first_gap or place
 
     def describe_gaps(self, limit: int = 20) -> Iterator[str]:
         """Yield one line for each column, at most `limit`, that some rows lack or have as null."""
@@ -131,15 +131,6 @@ class ColumnTable:
             yield f"column {quote(name)} has no value in {missing}; the first is in {column.first_gap}"
         if len(gaps) > limit:
             yield f"{len(gaps) - limit} further columns have no value in some rows"
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    path: Path
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.path.name}, line {self.line}"
 
 
 class RowFile:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from blake3 import blake3
@@ -157,7 +157,7 @@ def _write_all(
     with read.open(parts[plan.name].folder, on_progress) as samples:
         manifests = _write_parts(samples, parts, plan, on_progress)
         read.check_unchanged()
-        for notice in samples.notices():
+        for notice in samples.notices:
             on_notice(notice)
     for part, workspace in reversed(parts.items()):
         workspace.finish(manifests[part])
@@ -379,41 +379,33 @@ def _kind(info: TensorInfo) -> str:
     return f"{dtype}[{','.join(str(size) for size in info.shape[1:])}]"
 
 
+@dataclass(frozen=True, slots=True)
 class _TensorSamples:
-    form = SAFETENSORS
+    form: ClassVar = SAFETENSORS
     """Format of the slices."""
-
-    def __init__(
-        self,
-        source: Path,
-        tensors: StagedSamples | _JoinedTensors,
-        length: int,
-        labels: tuple[str, ...] | None = None,
-        notices: tuple[str, ...] = (),
-    ) -> None:
-        self.source = source
-        self.labels = labels
-        """Names of the classes."""
-        self.size = sum(info.nbytes for info in tensors.tensors.values())
-        """Size of all slices in bytes, about."""
-        self._tensors = tensors
-        self._length = length
-        self._notices = notices
+    source: Path
+    tensors: StagedSamples | _JoinedTensors
+    length: int
+    labels: tuple[str, ...] | None = None
+    """Names of the classes."""
+    notices: tuple[str, ...] = ()
+    """What the owner should know of the samples, one line each."""
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
-    def notices(self) -> Iterator[str]:
-        """Yield what the owner should know of the samples, one line each."""
-        yield from self._notices
+    @property
+    def size(self) -> int:
+        """Size of all slices in bytes, about."""
+        return sum(info.nbytes for info in self.tensors.tensors.values())
 
     def write_slice(self, path: Path, rows: NDArray[np.int64]) -> SliceEntry:
         """Write a slice with the samples of these numbers."""
-        tensors = self._tensors.tensors
+        tensors = self.tensors.tensors
         shapes = {name: TensorInfo(info.dtype, (len(rows), *info.shape[1:])) for name, info in tensors.items()}
         with TensorFileWriter(path, shapes) as writer:
             for name, info in shapes.items():
-                stored = self._tensors.stored(name)
+                stored = self.tensors.stored(name)
                 most = max(1, BLOCK_BYTES * len(rows) // max(1, info.nbytes))
                 for begin in range(0, len(rows), most):
                     part: NDArray[Any] = stored[rows[begin : begin + most]]
@@ -423,7 +415,7 @@ class _TensorSamples:
 
     def columns(self) -> dict[str, str]:
         """Return the kind of each column, as in the manifest."""
-        return {name: _kind(info) for name, info in self._tensors.tensors.items()}
+        return {name: _kind(info) for name, info in self.tensors.tensors.items()}
 
 
 class _RowSamples:
@@ -440,6 +432,7 @@ class _RowSamples:
     def __len__(self) -> int:
         return self._ends[-1]
 
+    @property
     def notices(self) -> Iterator[str]:
         return self._columns.describe_gaps()
 

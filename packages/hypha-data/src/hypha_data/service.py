@@ -17,7 +17,7 @@ from hypha_data.config import DataConfig
 from hypha_data.digest_cache import OnRead
 from hypha_data.manifest_watch import find_manifest, wait_for_new_manifest
 from hypha_data.provided_files import DIGEST_PREFIX, ProvidedFiles, keep_provided
-from hypha_data.slice_resolver import OpenDatasets, slice_resolver
+from hypha_data.slice_resolver import OpenDatasets
 from hypha_data.verification import PROGRESS_INTERVAL, SliceVerifier
 from hypha_net import transfer
 from hypha_net.node.lifecycle import Node
@@ -35,12 +35,11 @@ async def serve(config: DataConfig, node: Node) -> None:
     """
     datasets, provided = OpenDatasets(config.folders), ProvidedFiles()
     waiting: set[str | Path] = {*config.folders, *config.provide}
-    resolve_slice = slice_resolver(datasets)
 
     async def resolve(peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
         if request.dataset.startswith(DIGEST_PREFIX) and request.dataset not in config.folders:
             return provided.resolve(peer, request)
-        return await resolve_slice(peer, request)
+        return await datasets.resolve(peer, request)
 
     transfer.serve_pulls(node.endpoint, resolve)
 

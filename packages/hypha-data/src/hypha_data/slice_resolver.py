@@ -6,7 +6,7 @@ The peer is a worker to which a scheduler assigned the slice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 import anyio
@@ -35,11 +35,6 @@ class OpenDatasets:
         self._opened: dict[str, SliceVerifier] = {}
         self._events = {name: anyio.Event() for name in names}
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all datasets, open or not."""
-        return list(self._events)
-
     def add(self, verifier: SliceVerifier) -> None:
         """Serve a dataset from now on."""
         self._opened[verifier.dataset.name] = verifier
@@ -58,16 +53,11 @@ class OpenDatasets:
             return self._opened[name]
         raise TransferError(f"dataset {name} is still being read")
 
-
-def slice_resolver(
-    datasets: OpenDatasets,
-) -> Callable[[PeerId, PullRequest], Awaitable[PullSource | Refusal]]:
-    """Return the function that finds a requested file: a slice by index, or the dataset's ``manifest``."""
-
-    async def resolve(peer: PeerId, request: PullRequest) -> PullSource | Refusal:
-        verifier = await datasets.find(request.dataset)
+    async def resolve(self, peer: PeerId, request: PullRequest) -> PullSource | Refusal:
+        """Find what a peer requests: a slice by index, or the dataset's ``manifest``."""
+        verifier = await self.find(request.dataset)
         if verifier is None:
-            return Refusal(reason=f"no dataset {quote(request.dataset)} here; there are: {', '.join(datasets.names)}")
+            return Refusal(reason=f"no dataset {quote(request.dataset)} here; there are: {', '.join(self._events)}")
         dataset = verifier.dataset
         if request.name == "manifest":
             return PullSource(dataset.manifest_json, dataset.digest)
@@ -80,8 +70,6 @@ def slice_resolver(
         _SERVED.add(1, {"hypha.dataset": dataset.name})
         _log.info("slice %d of %s for %s, %d bytes", request.index, dataset.name, peer, verified.fingerprint.size)
         return PullSource(verified.path, verified.entry.digest, lambda: _check_unchanged(verifier, verified))
-
-    return resolve
 
 
 async def _check_unchanged(verifier: SliceVerifier, verified: VerifiedSlice) -> None:

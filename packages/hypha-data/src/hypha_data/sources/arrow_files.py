@@ -34,11 +34,38 @@ class ArrowFile:
         self._path = path
         self.paths: Sequence[Path] = (path,)
         self._arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
-        with _map_errors(path), _open(path) as file:
+        with self._open() as file:
             schema = file.schema_arrow if _is_parquet(path) else file.schema
             self._types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
         if len(self._types) < len(schema.names):
             raise DatasetError(f"{path}: the name of a column occurs twice; rename it")
+
+    @contextmanager
+    def _open(self) -> Iterator[Any]:
+        """Open the file, and convert pyarrow's errors.
+
+        Of a Parquet file a buffer is read at a time, an Arrow file is memory-mapped.
+        """
+        arrow, path = self._arrow, self._path
+        try:
+            if _is_parquet(path):
+                parquet = import_extra("pyarrow.parquet", "reading Parquet files")
+                with parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+                    yield file
+                return
+            ipc = import_extra("pyarrow.ipc", "reading Arrow files")
+            with arrow.memory_map(str(path)) as mapped:
+                try:
+                    opened = ipc.open_stream(mapped)
+                except arrow.ArrowInvalid:  # the format for random access
+                    mapped.seek(0)
+                    whole = ipc.open_file(mapped)
+                    batches = map(whole.get_batch, range(whole.num_record_batches))
+                    opened = ipc.RecordBatchReader.from_batches(whole.schema, batches)
+                yield opened
+        except (arrow.ArrowException, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise DatasetError(f"{path}: damaged, or another format: {quote(reason)}; write the file again") from None
 
     def names(self) -> Sequence[str]:
         """Return the names of the columns."""
@@ -65,7 +92,7 @@ class ArrowFile:
         """
         self._check_types(columns)
         path, first = self._path, 1
-        with _map_errors(path), _open(path) as file:
+        with self._open() as file:
             for batch in _batches(path, file, columns):
                 most = _rows_of_block(batch.nbytes, batch.num_rows)
                 for begin in range(0, batch.num_rows, most):
@@ -91,35 +118,3 @@ def _batches(path: Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
 def _rows_of_block(size: int, rows: int) -> int:
     """Return how many of these rows make a block, by their average size in bytes."""
     return max(1, min(_ROWS, _BLOCK_BYTES * rows // max(1, size)))
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a file; of a Parquet file a buffer is read at a time, an Arrow file is memory-mapped."""
-    arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
-    if _is_parquet(path):
-        parquet = import_extra("pyarrow.parquet", "reading Parquet files")
-        with parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
-            yield file
-        return
-    ipc = import_extra("pyarrow.ipc", "reading Arrow files")
-    with arrow.memory_map(str(path)) as mapped:
-        try:
-            opened = ipc.open_stream(mapped)
-        except arrow.ArrowInvalid:  # the format for random access
-            mapped.seek(0)
-            whole = ipc.open_file(mapped)
-            batches = map(whole.get_batch, range(whole.num_record_batches))
-            opened = ipc.RecordBatchReader.from_batches(whole.schema, batches)
-        yield opened
-
-
-@contextmanager
-def _map_errors(path: Path) -> Iterator[None]:
-    """Convert pyarrow's errors."""
-    arrow = import_extra("pyarrow", "reading Parquet or Arrow files")
-    try:
-        yield
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise DatasetError(f"{path}: damaged, or another format: {quote(reason)}; write the file again") from None

@@ -67,20 +67,12 @@ class RowBlock:
 class RowSource(Protocol):
     """Rows of a table."""
 
-    @property
-    def paths(self) -> Sequence[Path]:
-        """Files of the table: first those with rows, then those that describe it."""
-        ...
-
-    @property
-    def is_typed(self) -> bool:
-        """Whether values have types; otherwise they are text, and numbers if all values of a column are."""
-        ...
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether the names of the columns are known before the rows are read."""
-        ...
+    paths: Sequence[Path]
+    """Files of the table: first those with rows, then those that describe it."""
+    is_typed: bool
+    """Whether values have types; otherwise they are text, and numbers if all values of a column are."""
+    is_listed: bool
+    """Whether the names of the columns are known before the rows are read."""
 
     def names(self) -> Sequence[str]:
         """Return the names of the columns."""
