@@ -7,6 +7,7 @@ Added to the command line by `cli`. What is slow to import is imported in the co
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -29,9 +30,6 @@ _LOG_PAUSE: Final = 1.0
 """Seconds between two requests for new lines."""
 _EXIT_CODES: Final = {"finished": 0, "failed": 1, "cancelled": 1, "interrupted": 3}
 
-_socket_option = click.option(
-    "--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler."
-)
 _format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Output."
 )
@@ -72,23 +70,35 @@ def _refuse(error: JobCommandError) -> NoReturn:
     raise kind("\n".join(lines))
 
 
-def _find_socket(socket: Path | None, file: Path | None) -> Path:
-    from hypha_scheduler.submission.client import configured_socket
+def _at_scheduler(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that name a scheduler to a command, which gets its socket, and translate errors of the client."""
 
-    return (socket or configured_socket(file)).resolve()
+    @config_option
+    @click.option("--socket", type=click.Path(path_type=Path), default=None, help="Socket of the running scheduler.")
+    @functools.wraps(command)
+    def run(*, file: Path | None, socket: Path | None, **options: Any) -> None:
+        from hypha_scheduler.submission.client import configured_socket
+
+        with _exit_codes():
+            command(scheduler=(socket or configured_socket(file)).resolve(), **options)
+
+    return run
+
+
+def _ask(scheduler: Path, **command: Any) -> dict[str, Any]:
+    from hypha_scheduler.submission.client import send_command
+
+    return send_command(scheduler, command)
 
 
 @click.command()
 @click.argument("job", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@config_option
-@_socket_option
+@_at_scheduler
 @click.option("--detach", is_flag=True, help="Return when the job is accepted instead of when it has ended.")
 @click.option("--no-wait", is_flag=True, help="Fail if the job would have to wait for its turn or for workers.")
 @_plain_option
 @_format_option
-def submit(
-    job: Path, file: Path | None, socket: Path | None, detach: bool, no_wait: bool, plain: bool, form: str
-) -> None:
+def submit(job: Path, scheduler: Path, detach: bool, no_wait: bool, plain: bool, form: str) -> None:
     """Submit a job to a running scheduler, and follow it.
 
     JOB is a TOML file, such as `init --job` writes, or a .json file with a list of tasks. The scheduler is found by
@@ -98,10 +108,8 @@ def submit(
     """
     from hypha_scheduler.submission.client import JobFileError, read_job, submit_job
 
-    with _exit_codes():
-        path = _find_socket(socket, file)
-        answers = submit_job(path, read_job(job), detach=detach, wait=not no_wait)
-        show_answers(answers, path, lambda text: JobFileError(f"{job}: {text}"), form=form, plain=plain, detach=detach)
+    answers = submit_job(scheduler, read_job(job), detach=detach, wait=not no_wait)
+    show_answers(answers, scheduler, lambda text: JobFileError(f"{job}: {text}"), form=form, plain=plain, detach=detach)
 
 
 def show_answers(
@@ -199,20 +207,16 @@ def _display_lines(form: str) -> Callable[[dict[str, Any]], None]:
 
 
 @click.command("jobs")
-@config_option
-@_socket_option
+@_at_scheduler
 @click.option("--all", "every", is_flag=True, help="Also jobs that have ended, the newest first, at most 1000.")
 @_format_option
-def list_jobs(file: Path | None, socket: Path | None, every: bool, form: str) -> None:
+def list_jobs(scheduler: Path, every: bool, form: str) -> None:
     """List the jobs that wait or run, and why one waits.
 
     They are listed in the order in which they came; with --all those that have ended follow, and why one failed.
     Exit codes: 0, or 3 if no scheduler is running there.
     """
-    from hypha_scheduler.submission.client import send_command
-
-    with _exit_codes():
-        answer = send_command(_find_socket(socket, file), {"command": "jobs", "all": every})
+    answer = _ask(scheduler, command="jobs", all=every)
     for entry in answer["jobs"]:
         click.echo(json.dumps(entry) if form == "json" else _line(entry))
     if not answer["jobs"] and form == "text":
@@ -230,21 +234,18 @@ def _line(entry: Mapping[str, Any]) -> str:
 
 @click.command()
 @click.argument("job")
-@config_option
-@_socket_option
+@_at_scheduler
 @_format_option
-def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
+def status(job: str, scheduler: Path, form: str) -> None:
     """Show a job's state, last round, workers and cost.
 
     JOB is a job's name, or the beginning of its name or id. Of a job that waits it is said why. Exit codes: 0, 2 no
     job or several are called so, 3 no scheduler is running there.
     """
     from hypha_proto.record_file import EVENTS, RecordReader
-    from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.job_view import JobView
 
-    with _exit_codes():
-        entry = send_command(_find_socket(socket, file), {"command": "status", "id": job})["job"]
+    entry = _ask(scheduler, command="status", id=job)["job"]
     reader, view = RecordReader(Path(entry["directory"]) / EVENTS), JobView()
     while events := reader.read():
         for event in events:
@@ -264,11 +265,10 @@ def status(job: str, file: Path | None, socket: Path | None, form: str) -> None:
 
 @click.command()
 @click.argument("job")
-@config_option
-@_socket_option
+@_at_scheduler
 @_plain_option
 @_format_option
-def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: str) -> None:
+def attach(job: str, scheduler: Path, plain: bool, form: str) -> None:
     """Show what has happened in a job, and follow it to its end.
 
     JOB is a job's name, or the beginning of its name or id. Exit codes: 0 the job finished, 1 it failed or was
@@ -277,9 +277,7 @@ def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: 
     """
     from hypha_scheduler.submission.client import attach_job
 
-    with _exit_codes():
-        path = _find_socket(socket, file)
-        entry = show_answers(attach_job(path, job), path, form=form, plain=plain)
+    entry = show_answers(attach_job(scheduler, job), scheduler, form=form, plain=plain)
     click.get_current_context().exit(_EXIT_CODES.get(entry["state"], 0))
 
 
@@ -288,12 +286,9 @@ def attach(job: str, file: Path | None, socket: Path | None, plain: bool, form: 
 @click.option("--worker", metavar="NAME", help="Of this worker alone: its name, its peer id, or the end of that.")
 @click.option("--follow", is_flag=True, help="Also show what is printed until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Begin with the last N lines of each worker.")
-@config_option
-@_socket_option
+@_at_scheduler
 @_format_option
-def logs(
-    job: str, worker: str | None, follow: bool, tail: int | None, file: Path | None, socket: Path | None, form: str
-) -> None:
+def logs(job: str, worker: str | None, follow: bool, tail: int | None, scheduler: Path, form: str) -> None:
     """Show what a job's executors have printed.
 
     JOB is a job's name, or the beginning of its name or id. Of each worker the last MiB is read, without secrets.
@@ -302,28 +297,25 @@ def logs(
     """
     from hypha_proto.record_file import EVENTS, RecordReader
     from hypha_scheduler.submission.catalog import ACTIVE
-    from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.log_client import JobLogs, last_lines
 
-    with _exit_codes():
-        path = _find_socket(socket, file)
-        entry = send_command(path, {"command": "status", "id": job})["job"]
-        found = JobLogs(path, entry["job_id"], RecordReader(Path(entry["directory"]) / EVENTS), worker)
-        found.find_workers()
-        if worker is not None and not found.chosen and not (follow and entry["state"] in ACTIVE):
-            names = ", ".join(found.workers.values()) or "none so far"
-            raise click.BadParameter(f"{worker!r} is no worker of the job; its workers: {names}", param_hint="--worker")
-        reported: dict[str, str] = {}
-        try:
-            _show_lines(last_lines(found.read(), tail), form)
+    entry = _ask(scheduler, command="status", id=job)["job"]
+    found = JobLogs(scheduler, entry["job_id"], RecordReader(Path(entry["directory"]) / EVENTS), worker)
+    found.find_workers()
+    if worker is not None and not found.chosen and not (follow and entry["state"] in ACTIVE):
+        names = ", ".join(found.workers.values()) or "none so far"
+        raise click.BadParameter(f"{worker!r} is no worker of the job; its workers: {names}", param_hint="--worker")
+    reported: dict[str, str] = {}
+    try:
+        _show_lines(last_lines(found.read(), tail), form)
+        _report(found.failures, reported)
+        while follow and entry["state"] in ACTIVE:
+            time.sleep(_LOG_PAUSE)
+            entry = _ask(scheduler, command="status", id=entry["job_id"])["job"]
+            _show_lines(found.read(), form)
             _report(found.failures, reported)
-            while follow and entry["state"] in ACTIVE:
-                time.sleep(_LOG_PAUSE)
-                entry = send_command(path, {"command": "status", "id": entry["job_id"]})["job"]
-                _show_lines(found.read(), form)
-                _report(found.failures, reported)
-        except KeyboardInterrupt:
-            click.get_current_context().exit(INTERRUPTED)
+    except KeyboardInterrupt:
+        click.get_current_context().exit(INTERRUPTED)
     if not found.chosen:
         click.echo(f"job {entry['job_id']} has had no workers so far", err=True)
     elif len(found.failures) == len(found.chosen):
@@ -346,9 +338,8 @@ def _report(failures: Mapping[str, str], reported: dict[str, str]) -> None:
 
 @click.command()
 @click.argument("job")
-@config_option
-@_socket_option
-def cancel(job: str, file: Path | None, socket: Path | None) -> None:
+@_at_scheduler
+def cancel(job: str, scheduler: Path) -> None:
     """End a job that waits or runs.
 
     JOB is a job's name, or the beginning of its name or id. Its executors are stopped. What it has written so far
@@ -356,18 +347,14 @@ def cancel(job: str, file: Path | None, socket: Path | None) -> None:
     released, 1 it had ended before or does not end in time, 2 no job or several are called so, 3 no scheduler is
     running there.
     """
-    from hypha_scheduler.submission.client import send_command
-
-    with _exit_codes():
-        click.echo(json.dumps(send_command(_find_socket(socket, file), {"command": "cancel", "id": job})))
+    click.echo(json.dumps(_ask(scheduler, command="cancel", id=job)))
 
 
 @click.command()
-@config_option
-@_socket_option
+@_at_scheduler
 @since_option
 @table_format_option
-def accounts(file: Path | None, socket: Path | None, since: float, form: str) -> None:
+def accounts(scheduler: Path, since: float, form: str) -> None:
     """Print what each lease of the scheduler's jobs has cost: job, worker, seconds, price and tokens.
 
     Also while no scheduler runs. The earliest lease comes first; one that the scheduler has taken back when it was
@@ -376,20 +363,17 @@ def accounts(file: Path | None, socket: Path | None, since: float, form: str) ->
     from hypha_scheduler.jobs.lease_accounts import AccountsFileError
     from hypha_scheduler.submission.account_list import show_accounts
 
-    with _exit_codes():
-        runs = _find_socket(socket, file).parent
     try:
-        click.echo(show_accounts(runs, since, form), nl=False)
+        click.echo(show_accounts(scheduler.parent, since, form), nl=False)
     except (OSError, AccountsFileError) as error:
         raise click.ClickException(f"the accounts cannot be read: {error}") from None
 
 
 @click.command()
 @click.argument("name", required=False)
-@config_option
-@_socket_option
+@_at_scheduler
 @_format_option
-def nodes(name: str | None, file: Path | None, socket: Path | None, form: str) -> None:
+def nodes(name: str | None, scheduler: Path, form: str) -> None:
     """List the workers and datasets that there are.
 
     The workers are those that the scheduler knows, the datasets those that data nodes announce. Of each worker: when it
@@ -397,11 +381,9 @@ def nodes(name: str | None, file: Path | None, socket: Path | None, form: str) -
     and why it makes no offers. With NAME only the worker or dataset of that name; of a worker also its peer id, or the
     end of that. Exit codes: 0, 1 the scheduler cannot say, 2 nothing has that name, 3 no scheduler is running there.
     """
-    from hypha_scheduler.submission.client import send_command
     from hypha_scheduler.submission.node_list import find_named, nearest_name, render_nodes
 
-    with _exit_codes():
-        found = send_command(_find_socket(socket, file), {"command": "nodes"})
+    found = _ask(scheduler, command="nodes")
     if name is not None:
         known, found = found, find_named(found, name)
         if not found:
