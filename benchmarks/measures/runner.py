@@ -130,7 +130,7 @@ async def _placed_tasks(runner: JobRunner) -> list[tuple[PeerId, AttemptId]]:
             (PeerId.parse(lease["peer"]), AttemptId(runner.job_id, f"task-{number}", 0))
             for number, lease in enumerate(placed)
         ]
-        if tasks and all(runner.runs_on(peer) for peer, _ in tasks):
+        if tasks and all(runner.attempts.runs_on(peer) for peer, _ in tasks):
             return [task for task, lease in zip(tasks, placed, strict=True) if lease["role"] == "train"]
         await anyio.sleep(0.05)
 

@@ -378,28 +378,23 @@ class SchedulerService:
 
     async def _find_job(self, job_id: uuid.UUID) -> JobRunner | None:
         """Return a job, once its tasks are known: a worker would end a task that is said to be unknown."""
-        await self._wait_until_known(lambda: [run] if (run := self._runs.get(job_id)) is not None else [])
-        return self._runs.get(job_id)
+        return next(iter(await self._known_jobs(job_id)), None)
 
-    async def _wait_until_known(self, runs: Callable[[], Collection[JobRunner]]) -> None:
-        """Wait until the tasks of jobs are known.
+    async def _known_jobs(self, job_id: uuid.UUID | None = None) -> Sequence[JobRunner]:
+        """Return all jobs, or the one of an id, once their tasks are known.
 
         Raises:
             RequestTimeoutError: that takes too long; the peer asks again.
         """
-        if self._knows_jobs.is_set() and all(run.has_begun for run in runs()):
-            return
-        with anyio.move_on_after(_MAX_HOLD) as waited:
-            await self._knows_jobs.wait()
-            for run in runs():
-                await run.wait_until_begun()
-        if waited.cancelled_caught:
-            raise RequestTimeoutError(f"jobs were not taken up within {_MAX_HOLD:g} s")
-
-    async def _all_jobs(self) -> tuple[JobRunner, ...]:
-        """Return all jobs, once their tasks are known."""
-        await self._wait_until_known(lambda: tuple(self._runs.values()))
-        return tuple(self._runs.values())
+        with anyio.move_on_after(_MAX_HOLD):
+            if not self._knows_jobs.is_set():
+                await self._knows_jobs.wait()
+            found = [run for run in self._runs.values() if job_id in (None, run.job_id)]
+            for run in found:
+                if not run.begun.is_set():
+                    await run.begun.wait()
+            return [run for run in found if run.job_id in self._runs]
+        raise RequestTimeoutError(f"jobs were not taken up within {_MAX_HOLD:g} s")
 
     def _serve_methods(self, methods: Sequence[StrategyMethod]) -> None:
         for method in methods:
@@ -420,7 +415,8 @@ class SchedulerService:
     async def _data(self, peer: PeerId, request: DataRequest) -> SlicesAnswer:
         run = await self._find_job(request.attempt.job_id)
         answer = NotFound() if run is None else await run.on_slice_request(peer, request)
-        is_over = isinstance(answer, NotFound) and run is not None and run.runs_on(peer)  # there are no more slices
+        # to a member of the job it says that there are no more slices
+        is_over = isinstance(answer, NotFound) and run is not None and run.attempts.runs_on(peer)
         if isinstance(answer, NotFound | WireError) and not is_over:
             reason = (
                 answer.message if isinstance(answer, WireError) else "it is not a member of a job with this dataset"
@@ -447,12 +443,12 @@ class SchedulerService:
         self._refusals.log(_log, logging.WARNING, (what, peer, *about), text, what, peer, of_job, reason)
 
     async def _goodbye(self, peer: PeerId, goodbye: Goodbye) -> GoodbyeReceived:
-        for run in await self._all_jobs():
+        for run in await self._known_jobs():
             run.on_goodbye(peer, goodbye)
         return GoodbyeReceived()
 
     async def _drain(self, peer: PeerId, drain: Drain) -> DrainReceived:
-        for run in await self._all_jobs():
+        for run in await self._known_jobs():
             run.on_drain(peer, drain)
         return DrainReceived()
 
@@ -475,8 +471,8 @@ class SchedulerService:
         return await run.on_locate(peer, request)
 
     async def _pull(self, peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-        for run in await self._all_jobs():
-            if request.dataset.startswith(f"{run.job_id}/") and run.involves(peer):
+        for run in await self._known_jobs():
+            if request.dataset.startswith(f"{run.job_id}/") and run.attempts.involves(peer):
                 return run.on_pull_request(peer, request)
         return not_served(request)
 

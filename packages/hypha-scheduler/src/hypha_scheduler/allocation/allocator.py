@@ -114,7 +114,7 @@ class Allocator:
     seconds: float = 0.0
     """Time from the first published request until all leases were held."""
     auction: Auction = field(init=False)
-    _shortage: ShortageReport = field(init=False)
+    shortage: ShortageReport = field(init=False)
     _attempts: SearchPacing = field(init=False)
     _began: float = 0.0
     _deadline: float = 0.0
@@ -135,7 +135,7 @@ class Allocator:
     def __post_init__(self) -> None:
         self.auction = Auction(self.role_requests, self.settings, self.random, self.excluded, self.exclusive)
         demand = self.demand or self.role_requests
-        self._shortage = ShortageReport(
+        self.shortage = ShortageReport(
             self.endpoint, self.auction, self._requests, self.on_shortage, demand, self.holding, self._is_needed
         )
 
@@ -167,12 +167,12 @@ class Allocator:
         self._began = self._next_publish = anyio.current_time()
         self._attempts = SearchPacing(self._deadline, self.random)
         async with anyio.create_task_group() as watching:
-            watching.start_soon(self._shortage.watch)
+            watching.start_soon(self.shortage.watch)
             await self._search(watching)
             watching.cancel_scope.cancel()
         self.close()
         if not self._has_minimum():
-            raise AllocationError(await self._shortage.explain(self.timeout))
+            raise AllocationError(await self.shortage.explain(self.timeout))
         self.seconds = self.elapsed
         return self.auction.held
 
@@ -185,10 +185,6 @@ class Allocator:
     def elapsed(self) -> float:
         """Seconds since the first published request."""
         return anyio.current_time() - self._began
-
-    async def explain_shortage(self, seconds: float) -> str:
-        """Describe for the job's owner why workers are missing, who were sought for `seconds`."""
-        return await self._shortage.explain(seconds)
 
     async def _search(self, tasks: anyio.abc.TaskGroup) -> None:
         """Search until all leases are held, or until the deadline."""
@@ -234,7 +230,7 @@ class Allocator:
     def _is_needed(self) -> bool:
         """Return whether the job waits for the search: it has not begun, or holds less than its minimum of a role."""
         has_begun = self._is_settled or bool(self.holding)
-        return not has_begun or self._shortage.is_below_minimum
+        return not has_begun or self.shortage.is_below_minimum
 
     def _republish_after(self, now: float) -> float:
         """Return the seconds until an unmet request is published again."""
@@ -270,7 +266,7 @@ class Allocator:
             tasks.start_soon(self._give_up_if_contended)
 
     async def _give_up_if_contended(self) -> None:
-        is_contended = await self._shortage.is_contended()
+        is_contended = await self.shortage.is_contended()
         now, self._is_asking = anyio.current_time(), False
         if self._is_stalled(now):
             if is_contended:

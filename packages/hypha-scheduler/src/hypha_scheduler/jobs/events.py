@@ -155,40 +155,30 @@ class EndRecorder:
             del self._pending[end.directory]
 
 
+@dataclass(slots=True)
 class JobEvents:
     """Event file, journal and metrics of one job; a context manager that opens and closes the files."""
 
-    def __init__(
-        self,
-        job_id: uuid.UUID,
-        directory: Path,
-        bridge: StatusBridge | None = None,
-        *,
-        resume: bool = False,
-        certificate_names: Callable[[], Mapping[PeerId, str]] = dict,
-    ) -> None:
-        """Write to files in `directory`, which must exist, and to `bridge` if there is one.
-
-        `resume` continues the files of an interrupted job; entering fails while another scheduler runs it.
-        `certificate_names` are those of the peers that are connected.
-        """
-        self._resume = resume
-        self._job_id = str(job_id)
-        self._directory = directory
-        self._bridge = bridge
-        self._certificate_names = certificate_names
-        self._names: dict[str, str] = {}
-        """Names in the certificates of peers that are or were connected."""
-        self._resources = ExitStack()
-        self._events: EventFile
-        self.journal: Journal
+    job_id: uuid.UUID
+    directory: Path
+    """Of the files; it must exist."""
+    bridge: StatusBridge | None = None
+    resume: bool = False
+    """Whether the files of an interrupted job are continued; entering fails while another scheduler runs it."""
+    certificate_names: Callable[[], Mapping[PeerId, str]] = dict
+    """Returns those of the peers that are connected."""
+    journal: Journal = field(init=False)
+    _names: dict[str, str] = field(default_factory=dict)
+    """Names in the certificates of peers that are or were connected."""
+    _resources: ExitStack = field(default_factory=ExitStack)
+    _events: EventFile = field(init=False)
 
     def __enter__(self) -> JobEvents:
-        self._events = self._resources.enter_context(EventFile(self._directory / EVENTS))
-        self.journal = self._resources.enter_context(Journal(self._directory / JOURNAL))
-        if not self.journal.lock() and self._resume:
+        self._events = self._resources.enter_context(EventFile(self.directory / EVENTS))
+        self.journal = self._resources.enter_context(Journal(self.directory / JOURNAL))
+        if not self.journal.lock() and self.resume:
             self._resources.close()
-            raise JobFailedError(f"{self._directory}: another scheduler runs this job; stop it first")
+            raise JobFailedError(f"{self.directory}: another scheduler runs this job; stop it first")
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -196,30 +186,30 @@ class JobEvents:
 
     def emit(self, event: str, /, **fields: object) -> None:
         """Write an event to ``metrics.jsonl`` and the log; one of a worker gets the name in its certificate, too."""
-        name = self._name_of(str(fields.get("worker", fields.get("peer", ""))))
+        name = self.name_of(str(fields.get("worker", fields.get("peer", ""))))
         if "name" not in fields and name is not None:  # a metric and a new lease have one
             fields["worker_name"] = name
         self._events.write(event, **fields)
 
     def post(self, metric: PostMetric) -> None:
         """Queue a metric for the status bridge."""
-        if self._bridge is not None:
-            self._bridge.put(str(metric.worker), metric.step, metric.name, metric.value, job_id=self._job_id)
+        if self.bridge is not None:
+            self.bridge.put(str(metric.worker), metric.step, metric.name, metric.value, job_id=str(self.job_id))
 
     def accepted(self, job: Mapping[str, object], steps: int | None = None) -> None:
         """Report the start of the job, which plans so many steps; secrets in `job` must be masked already."""
-        self.journal.record("accepted", job_id=self._job_id, job=job)
+        self.journal.record("accepted", job_id=str(self.job_id), job=job)
         about = {"name": job.get("name"), "type": job.get("type"), "rounds": steps}
         known = {key: value for key, value in about.items() if value is not None}
-        self.emit("accepted", job_id=self._job_id, directory=str(self._directory), **known)
+        self.emit("accepted", job_id=str(self.job_id), directory=str(self.directory), **known)
 
     def resumed(self, adopted: Sequence[TaskRef] = ()) -> None:
         """Report that the job is continued, with these tasks of its earlier run."""
         tasks = [_recorded_task(task) for task in adopted]
         fields = {"leases": _recorded([task.lease for task in adopted]), "tasks": tasks} if tasks else {}
-        self.journal.record("resumed", job_id=self._job_id, **fields)
+        self.journal.record("resumed", job_id=str(self.job_id), **fields)
         about = {"adopted": len(tasks)} if tasks else {}
-        self.emit("resumed", job_id=self._job_id, directory=str(self._directory), **about)
+        self.emit("resumed", job_id=str(self.job_id), directory=str(self.directory), **about)
 
     def placed(self, leases: Sequence[Lease], seconds: float) -> None:
         """Report the leases with which the job begins, all held `seconds` after the first request."""
@@ -239,21 +229,21 @@ class JobEvents:
     def name_peers_in(self, value: object) -> object:
         """Return plain values in which each mapping with a `peer` has the name in its certificate, if it is known."""
         if isinstance(value, Mapping):
-            name = self._name_of(str(value.get("peer", "")))
+            name = self.name_of(str(value.get("peer", "")))
             named = {key: self.name_peers_in(each) for key, each in value.items()}
             return named if name is None else {"name": name, **named}
         return [self.name_peers_in(each) for each in value] if isinstance(value, list | tuple) else value
 
-    def _name_of(self, peer: str) -> str | None:
+    def name_of(self, peer: str) -> str | None:
+        """Return the name in the certificate of a peer that is or was connected."""
         if peer and peer not in self._names:
-            self._names |= {str(known): printable_name(name) for known, name in self._certificate_names().items()}
+            self._names |= {str(known): printable_name(name) for known, name in self.certificate_names().items()}
         return self._names.get(peer)
 
     def _describe_workers(self, leases: Sequence[Lease]) -> list[dict[str, object]]:
-        names = self._certificate_names()
         return [
             {"peer": str(lease.peer), "role": lease.role, "price": lease.price}
-            | ({"name": printable_name(name)} if (name := names.get(lease.peer)) else {})
+            | ({"name": name} if (name := self.name_of(str(lease.peer))) else {})
             for lease in leases
         ]
 
@@ -289,17 +279,17 @@ class JobEvents:
     def failed(self, error: str, *, is_cancelled: bool = False) -> EndRecord:
         """Return the record of the job's failure, or that its owner has cancelled it."""
         fields: dict[str, object] = {"error": error} | ({"cancelled": True} if is_cancelled else {})
-        return EndRecord(self._directory, "failed", fields, fields)
+        return EndRecord(self.directory, "failed", fields, fields)
 
     def interrupted(self, reason: str, *, tasks_run_on: bool) -> EndRecord:
         """Return the record that the scheduler ended before the job, and whether the job's tasks run on."""
         fields = {"reason": reason, "tasks_run_on": tasks_run_on}
-        return EndRecord(self._directory, "interrupted", fields, fields)
+        return EndRecord(self.directory, "interrupted", fields, fields)
 
     def finished(self, summary: Mapping[str, object]) -> EndRecord:
         """Return the record of the job's success; the journal gets the plain values of its summary."""
         plain = {key: value for key, value in summary.items() if isinstance(value, int | float | str | None)}
-        return EndRecord(self._directory, "finished", plain, summary)
+        return EndRecord(self.directory, "finished", plain, summary)
 
 
 def _details(end: TaskEnded) -> dict[str, object]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
@@ -21,32 +21,14 @@ from hypha_net.endpoint import Endpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.offers import WorkerOffer
 from hypha_scheduler.allocation.allocator import Allocator, release, release_when_back
-from hypha_scheduler.allocation.auction import AcceptedOffer, AuctionSettings, RoleRequest
+from hypha_scheduler.allocation.auction import AcceptedOffer, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 from hypha_scheduler.allocation.renewal import renew_leases
-from hypha_scheduler.allocation.shortage import Shortage
 from hypha_scheduler.errors import AllocationError
 from hypha_scheduler.strategies.base import Lease
 
-
-class PoolObserver(Protocol):
-    """What the pool reports."""
-
-    def on_leases_acquired(self, leases: Sequence[Lease], seconds: float) -> None:
-        """Handle new leases, found `seconds` after the first request of their search."""
-        ...
-
-    def on_lease_lost(self, lease: Lease, reason: str) -> None:
-        """Handle the loss of a lease."""
-        ...
-
-    def on_allocation_timeout(self, roles: Sequence[str], reasons: str) -> None:
-        """Handle that roles have less than their minimum when a search has timed out."""
-        ...
-
-    def on_shortage(self, shortage: Shortage) -> None:
-        """Handle why workers are missing, while a search goes on and when it has failed."""
-        ...
+if TYPE_CHECKING:
+    from hypha_scheduler.jobs.runner import JobRunner
 
 
 @dataclass(slots=True)
@@ -64,21 +46,13 @@ class _LeaseSearch:
 class LeasePool:
     """Leases of one job."""
 
+    runner: JobRunner
+    """Hears what happens to the leases."""
     endpoint: Endpoint
     tasks: anyio.abc.TaskGroup
     """Task group of the job."""
-    settings: AuctionSettings
-    timeout: float
+    _timeout: float = field(init=False)
     """Seconds for which the job waits for the minimum of a role, before its begin and later."""
-    observer: PoolObserver
-    has_task: Callable[[uuid.UUID], bool]
-    """Whether a task runs on a lease, which is then not surplus."""
-    on_gone: Callable[[uuid.UUID], None] = lambda _lease: None
-    """Called with each lease that is no longer renewed, also one that was not delivered."""
-    on_held: Callable[[Lease], None] = lambda _lease: None
-    """Called with each lease that is renewed from now on, also one that is not delivered yet."""
-    waits_to_begin: bool = False
-    """Whether the job waits for its first leases without a limit: `timeout` then ends no search before its begin."""
     _wanted: tuple[RoleRequest, ...] = ()
     _held: dict[uuid.UUID, Lease] = field(default_factory=dict)
     _renewed: HeldLeases = field(init=False)
@@ -100,7 +74,8 @@ class LeasePool:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self._renewed = HeldLeases(on_gone=self.on_gone)
+        self._timeout = self.runner.job.allocation_timeout
+        self._renewed = HeldLeases(on_gone=self.runner.on_lease_gone)
 
     @property
     def held(self) -> tuple[Lease, ...]:
@@ -150,7 +125,7 @@ class LeasePool:
         """
         self._renewed.record_renewal(lease.id, lease.peer, asked_at, life)
         self._taken_back.add(lease.id)
-        self.on_held(lease)
+        self.runner.on_lease_held(lease)
 
     def adopt(self, leases: Sequence[Lease]) -> tuple[Lease, ...]:
         """Hold those leases that were taken back and are still renewed, and return them; then the job has begun."""
@@ -205,14 +180,14 @@ class LeasePool:
                     self.release(lease.id, "attempts of this job failed at its worker")
         wanted = {request.role: request.count for request in self._wanted}
         for role, count in Counter(lease.role for lease in self._held.values()).items():
-            idle = [lease for lease in self.held if lease.role == role and not self.has_task(lease.id)]
+            idle = [lease for lease in self.held if lease.role == role and not self.runner.has_task(lease.id)]
             for lease in idle[::-1][: max(0, count - wanted.get(role, 0))]:  # the newest first
                 self.release(lease.id, "the job needs it no longer")
 
     def _unusable(self, request: RoleRequest) -> list[Lease]:
         """Return the leases of a role at peers that it excludes on which no task runs."""
         at_excluded = (lease for lease in self.held if lease.role == request.role and lease.peer in request.excluded)
-        return [lease for lease in at_excluded if not self.has_task(lease.id)]
+        return [lease for lease in at_excluded if not self.runner.has_task(lease.id)]
 
     def _start_search(self) -> None:
         missing, holders = self._missing(), frozenset(lease.peer for lease in self._held.values())
@@ -232,8 +207,8 @@ class LeasePool:
             minimum={request.role: 0 if self._has_begun else request.minimum for request in missing},
             timeout=seconds,
             tasks=self.tasks,
-            settings=self.settings,
-            on_shortage=self.observer.on_shortage,
+            settings=self.runner.host.auction,
+            on_shortage=self.runner.on_shortage,
             excluded=holders,
             exclusive=frozenset(lease.peer for lease in self._held.values() if lease.role in distinct),
             on_acquired=self._on_found,
@@ -263,31 +238,31 @@ class LeasePool:
                 offers = await search.allocator.allocate()
             except AllocationError as error:
                 self._give_up(search)
-                if self.waits_to_begin and not self._has_begun:
+                if self.runner.on_placed is not None and not self._has_begun:
                     self._start_search()
                 else:
-                    self.observer.on_allocation_timeout(search.allocator.short_roles, str(error))
+                    self.runner.on_allocation_timeout(search.allocator.short_roles, str(error))
                 return
             self._search, self._last = None, search.allocator
             if not self._has_begun:
                 self._deliver(offers, search.allocator.seconds)
             elif overdue := self._overdue():
-                self.observer.on_allocation_timeout(overdue, await search.allocator.explain_shortage(self.timeout))
+                self.runner.on_allocation_timeout(overdue, await search.allocator.shortage.explain(self._timeout))
         self._start_search()  # for replacements of what was lost meanwhile
 
     def _time_left(self, missing: Sequence[RoleRequest]) -> float:
         """Return the seconds of a search: until the job has waited long enough for the minimum of a role."""
         if not self._has_begun:
-            return self.timeout
+            return self._timeout
         now = anyio.current_time()
         short = (request.role for request in missing if request.minimum)
         self._short_since = {role: self._short_since.get(role, now) for role in short}
-        return max(0.0, min(self._short_since.values(), default=math.inf) + self.timeout - now)
+        return max(0.0, min(self._short_since.values(), default=math.inf) + self._timeout - now)
 
     def _overdue(self) -> list[str]:
         """Return the roles for whose minimum the job has waited long enough; for each the time begins again."""
         now, short = anyio.current_time(), {request.role for request in self._missing() if request.minimum}
-        found = [role for role, since in self._short_since.items() if role in short and now >= since + self.timeout]
+        found = [role for role, since in self._short_since.items() if role in short and now >= since + self._timeout]
         for role in found:
             del self._short_since[role]
         return found
@@ -301,7 +276,7 @@ class LeasePool:
 
     def _on_found(self, offer: AcceptedOffer) -> None:
         """Deliver a lease at once if the job has begun."""
-        self.on_held(Lease(offer.lease, offer.peer, offer.role, offer.price))
+        self.runner.on_lease_held(Lease(offer.lease, offer.peer, offer.role, offer.price))
         if self._search is not None and self._has_begun:
             self._deliver_found(self._search, (offer,))
 
@@ -321,7 +296,7 @@ class LeasePool:
         leases = tuple(Lease(offer.lease, offer.peer, offer.role, offer.price) for offer in offers)
         self._held |= {lease.id: lease for lease in leases}
         self._is_stale = True  # they may take the place of others
-        self.observer.on_leases_acquired(leases, seconds)
+        self.runner.on_leases_acquired(leases, seconds)
 
     # --------------------------------------------------------------------------------------------------------- events
 
@@ -363,7 +338,7 @@ class LeasePool:
             if self._search is not None:
                 self._search.allocator.lease_lost(held.lease)
             return
-        self.observer.on_lease_lost(lease, reason)
+        self.runner.on_lease_lost(lease, reason)
 
     # -------------------------------------------------------------------------------------------------------- releases
 
@@ -384,7 +359,7 @@ class LeasePool:
 
     async def leave(self, reason: str) -> None:
         """Renew no lease any more: the workers hold those of running tasks for a while. Release all others."""
-        for lease in [*self._taken_back, *(lease for lease in self._held if self.has_task(lease))]:
+        for lease in [*self._taken_back, *(lease for lease in self._held if self.runner.has_task(lease))]:
             self._renewed.drop(lease)
             self._held.pop(lease, None)
         await self.close(reason)

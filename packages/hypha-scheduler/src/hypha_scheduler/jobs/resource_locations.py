@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from hypha_net.redaction import redact_urls
 from hypha_net.transfer import PullSource
 from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
@@ -84,15 +86,8 @@ class ServedFiles:
 
 def with_bounded_failures(request: LocateResource) -> LocateResource:
     """Return a question with as many failures as there are providers, each with one line of reason."""
-    failures = tuple(
-        FailedHolder(
-            peer=failure.peer,
-            reason=peer_reason(failure.reason),
-            is_permanent=failure.is_permanent,
-        )
-        for failure in request.failures[:MAX_PROVIDERS]
-    )
-    return LocateResource(attempt=request.attempt, resource=request.resource, failures=failures)
+    failures = tuple(replace(each, reason=peer_reason(each.reason)) for each in request.failures[:MAX_PROVIDERS])
+    return replace(request, failures=failures)
 
 
 def checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:

@@ -37,7 +37,6 @@ from hypha_proto.datasets import (
     AssignedSlice,
     DataRequest,
     NotFound,
-    ProviderFailure,
     SliceAssigned,
     SlicesAnswer,
     SlicesAssigned,
@@ -45,7 +44,7 @@ from hypha_proto.datasets import (
     WireError,
 )
 from hypha_proto.drain import Drain
-from hypha_proto.ids import PeerId, printable_name
+from hypha_proto.ids import PeerId
 from hypha_proto.leases import RENEWED_LEASE, Goodbye
 from hypha_proto.offers import WorkerOffer
 from hypha_proto.task_resources import LocateResource, ResourceLocation
@@ -164,7 +163,8 @@ class JobRunner:
     _orphaned: OrphanedTasks = field(default_factory=OrphanedTasks)
     """What the earlier run held, if its tasks are to be continued."""
     _leases_back: anyio.Event = field(default_factory=anyio.Event)
-    _begun: anyio.Event = field(default_factory=anyio.Event)
+    begun: anyio.Event = field(default_factory=anyio.Event)
+    """Set when messages of the job's workers can be handled: while it is taken up, its tasks are not known."""
     _strategy_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     _why_cancelled: str | None = None
     """Why the job is ended before its end; None unless its owner or its budget does so."""
@@ -174,7 +174,7 @@ class JobRunner:
     """Why the scheduler ends before the job."""
     _earlier: Sequence[Mapping[str, Any]] = ()
     """Records of the journal of an interrupted run."""
-    _attempts: AttemptRegister = field(default_factory=AttemptRegister)
+    attempts: AttemptRegister = field(default_factory=AttemptRegister)
     _operator: Operator | None = None
     _early_notices: list[tuple[str, object]] = field(default_factory=list)
     """Notices of background work before there is an operator."""
@@ -188,24 +188,24 @@ class JobRunner:
     """Time since which the disk has no room for records and events."""
     _ended: anyio.Event = field(default_factory=anyio.Event)
     _failure: str | None = None
-    _closed: bool = False
+    is_closed: bool = False
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _waiting: Counter[PeerId] = field(default_factory=Counter)
-    _trace: str | None = None
+    trace: str | None = None
     _tasks: anyio.abc.TaskGroup = field(init=False)
-    _events: JobEvents = field(init=False)
+    events: JobEvents = field(init=False)
     _accounts: LeaseAccounts = field(init=False)
-    _effects: EffectQueue = field(init=False)
+    effects: EffectQueue = field(init=False)
     _context: RunnerContext = field(init=False)
-    _pool: LeasePool = field(init=False)
+    pool: LeasePool = field(init=False)
     _lifecycle: TaskLifecycle = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_resumed |= self.is_taken_up
+        if not self.is_taken_up:
+            self.begun.set()
         self.directory = self.host.runs / str(self.job_id)
-        self.task_streams = TaskStreams(
-            self.job_id, self._attempts, self.on_task_update, lambda lease: self._pool.check(lease)
-        )
+        self.task_streams = TaskStreams(self)
 
     # ------------------------------------------------------------------------------------------------------------- run
 
@@ -223,7 +223,7 @@ class JobRunner:
         except Exception as error:  # includes background tasks of the job: they fail this job, not the scheduler
             raise JobFailedError(self._describe(error)) from error
         finally:
-            self._begun.set()
+            self.begun.set()
 
     def interrupt(self) -> None:
         """End the run before the job's end, and record that; tasks that may outlive the scheduler run on."""
@@ -243,15 +243,11 @@ class JobRunner:
         """End the job for its owner: its executors are stopped and its leases released, its models stay."""
         self._cancel_because(BY_OWNER)
 
-    @property
-    def _is_cancelled(self) -> bool:
-        return self._why_cancelled is not None
-
     def _cancel_because(self, reason: str) -> None:
-        if self._is_cancelled:
+        if self._why_cancelled is not None:
             return
         self._why_cancelled = reason
-        if self._operator is None or self._closed:
+        if self._operator is None or self.is_closed:
             self._strategy_scope.cancel()
             return
         self._tell(self._command_cancel, anyio.current_time())
@@ -294,32 +290,16 @@ class JobRunner:
         """Why the job waits for the workers with which it begins; None if it does not wait."""
         return None if self._placement_seconds is not None else self._lacks
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether messages of the job's workers can be handled: while it is taken up, its tasks are not known."""
-        return not self.is_taken_up or self._begun.is_set()
-
-    async def wait_until_begun(self) -> None:
-        """Wait until messages of the job's workers can be handled."""
-        if not self.has_begun:
-            await self._begun.wait()
-
     async def _run_reported(self) -> Path:
         await self._prepare_directory()
-        events = JobEvents(
-            self.job_id,
-            self.directory,
-            self.host.bridge,
-            resume=self.is_resumed,
-            certificate_names=self._certificate_names,
-        )
-        with events as self._events:
+        events = JobEvents(self.job_id, self.directory, self.host.bridge, self.is_resumed, self._certificate_names)
+        with events as self.events:
             try:
                 if not self.is_resumed:
-                    self._events.accepted(self.job.model_dump(mode="json"), self.job.planned_steps)
+                    self.events.accepted(self.job.model_dump(mode="json"), self.job.planned_steps)
                 return await self._run_and_release()
             except BaseException as error:
-                is_recorded = not self.is_resumed or self._operator is not None or self._is_cancelled
+                is_recorded = not self.is_resumed or self._operator is not None or self._why_cancelled is not None
                 if is_recorded:  # a job that cannot be resumed now may be later
                     self.host.ends.record(self._end_record(error))
                 raise
@@ -330,17 +310,17 @@ class JobRunner:
 
     def _end_record(self, error: BaseException) -> EndRecord:
         if isinstance(error, JobInterruptedError):
-            return self._events.interrupted(str(error), tasks_run_on=self._tasks_outlive)
+            return self.events.interrupted(str(error), tasks_run_on=self._tasks_outlive)
         if all(isinstance(cause, anyio.get_cancelled_exc_class()) for cause in leaf_errors(error)):
-            return self._events.interrupted("the scheduler was stopped", tasks_run_on=False)
+            return self.events.interrupted("the scheduler was stopped", tasks_run_on=False)
         is_cancelled = isinstance(error, JobCancelledError)
-        return self._events.failed(self._describe(error), is_cancelled=is_cancelled)
+        return self.events.failed(self._describe(error), is_cancelled=is_cancelled)
 
     @property
     def _tasks_outlive(self) -> bool:
         """Whether the tasks run on when the scheduler ends."""
         has_grace = self._interruption is not None and self.job.orphan_grace_seconds > 0
-        return has_grace and not self._is_cancelled
+        return has_grace and self._why_cancelled is None
 
     async def _prepare_directory(self) -> None:
         if not self.is_resumed:
@@ -363,7 +343,7 @@ class JobRunner:
     async def _run_and_release(self) -> Path:
         failure: JobFailedError | None = None
         result = self.directory / "result.json"
-        self._trace = instrumentation.current_traceparent()
+        self.trace = instrumentation.current_traceparent()
         async with anyio.create_task_group() as self._tasks:
             self._prepare()
             self._tasks.start_soon(self._keep_accounts)
@@ -376,8 +356,8 @@ class JobRunner:
                 outage = gateway_outage(self.host.endpoint)  # which may be why nobody was found
                 failure = error if outage is None else type(error)(f"{error}; {outage}")
             finally:
-                self._closed = True
-                self._effects.close()
+                self.is_closed = True
+                self.effects.close()
                 await self._give_leases_back()
                 self._accounts.close()
                 self._context.remove_served_copies()  # also when the job is cancelled, so not in a thread
@@ -393,14 +373,14 @@ class JobRunner:
     async def _give_leases_back(self) -> None:
         with anyio.move_on_after(_RELEASE_TIMEOUT, shield=True):
             if self._strategy_scope.cancelled_caught and self._tasks_outlive:
-                for lease in self._pool.held:
-                    if self._has_task(lease.id):
-                        self._accounts.end(lease.id, self._pool.seconds_left(lease.id))
-                await self._pool.leave("the scheduler was stopped")
+                for lease in self.pool.held:
+                    if self.has_task(lease.id):
+                        self._accounts.end(lease.id, self.pool.seconds_left(lease.id))
+                await self.pool.leave("the scheduler was stopped")
             else:
                 if self._operator is None:
-                    self._pool.drop_unknown(tuple(self._orphaned.leases.values()), "the job cannot go on now")
-                await self._pool.close("the job is over")
+                    self.pool.drop_unknown(tuple(self._orphaned.leases.values()), "the job cannot go on now")
+                await self.pool.close("the job is over")
 
     def _prepare(self) -> None:
         epoch = time.time() - anyio.current_time()
@@ -415,46 +395,25 @@ class JobRunner:
             self._on_notice,
             runs * _ATTEMPTS_PER_RUN,
         )
-        self._effects = EffectQueue(
-            self._events.journal, self._carry_out, self._on_file_error, self._on_disk_full, self._on_room
+        self.effects = EffectQueue(
+            self.events.journal, self._carry_out, self.on_file_error, self._on_disk_full, self._on_room
         )
-        self._pool = LeasePool(
-            self.host.endpoint,
-            self._tasks,
-            self.host.auction,
-            self.job.allocation_timeout,
-            observer=self,
-            has_task=self._has_task,
-            on_held=self._on_lease_held,
-            on_gone=self._on_lease_gone,
-            waits_to_begin=self.on_placed is not None,
-        )
-        self._lifecycle = TaskLifecycle(
-            self._attempts,
-            self.task_streams,
-            self._pool,
-            self._effects,
-            self._events,
-            self.job.orphan_grace_seconds,
-            self._trace,
-            self._tell_update,
-            self._tell_result,
-            self._start_background,
-            lambda: self._closed,
-            self._on_file_error,
-        )
+        self.pool = LeasePool(self, self.host.endpoint, self._tasks)
+        self._lifecycle = TaskLifecycle(self, self.attempts, self.task_streams, self.pool)
 
-    def _on_lease_held(self, lease: Lease) -> None:
-        name = self._certificate_names().get(lease.peer)
-        self._accounts.begin(lease.id, lease.peer, lease.role, lease.price, name and printable_name(name))
+    def on_lease_held(self, lease: Lease) -> None:
+        """Charge a lease that is renewed from now on, also one that was not delivered yet."""
+        name = self.events.name_of(str(lease.peer))
+        self._accounts.begin(lease.id, lease.peer, lease.role, lease.price, name)
 
-    def _on_lease_gone(self, lease: uuid.UUID) -> None:
+    def on_lease_gone(self, lease: uuid.UUID) -> None:
+        """Forget a lease that is no longer renewed, also one that was not delivered."""
         self.task_streams.drop(lease)
         self._accounts.end(lease)
 
-    def _has_task(self, lease: uuid.UUID) -> bool:
+    def has_task(self, lease: uuid.UUID) -> bool:
         """Return whether a task runs on a lease, or is about to start."""
-        return self._attempts.on(lease) is not None or self._effects.will_start_on(lease)
+        return self.attempts.on(lease) is not None or self.effects.will_start_on(lease)
 
     async def _run_strategy(self, result: Path) -> None:
         began = anyio.current_time()
@@ -471,56 +430,49 @@ class JobRunner:
         except Exception as error:  # a third party's strategy may raise anything
             raise JobFailedError(self._strategy_error(error)) from error
         write_result(result, summary)
-        self.host.ends.record(self._events.finished(summary))
+        self.host.ends.record(self.events.finished(summary))
 
     async def _run_operator(self, operator: Operator) -> None:
         """Run the job until its operator, or an error, ends it."""
         adopted = await self._adopt() if self.is_taken_up else ()
         if self.is_resumed:
-            self._events.resumed(adopted)  # only now: a job that its strategy does not resume stays as it is
+            self.events.resumed(adopted)  # only now: a job that its strategy does not resume stays as it is
         self._operator = operator
-        self._tasks.start_soon(self._effects.run)
+        self._tasks.start_soon(self.effects.run)
         if not self.is_taken_up:
-            self._tasks.start_soon(self._pool.renew)
+            self._tasks.start_soon(self.pool.renew)
         self._tasks.start_soon(self._watch_deadlines)
         if self.job.orphan_grace_seconds > 0:
             self._tasks.start_soon(self._mark_alive)
-        self._tell(self._begin, operator, adopted)
-        self._begun.set()
+        now = anyio.current_time()
+        # with its tasks, before it is asked for the leases that it wants
+        self._tell(lambda: operator.on_start(now) + (operator.on_tasks_adopted(adopted, now) if adopted else ()))
+        self.begun.set()
         for name, message in self._early_notices:
             self._on_notice(name, message)
         self._settle()
         await self._ended.wait()
-        self._closed = True
+        self.is_closed = True
         if self._failure is not None and (why := self._why_cancelled) is not None:
             raise JobCancelledError(self._failure if why == BY_OWNER else why)
         if self._failure is not None:
             raise (AllocationError if self._found_too_few else JobFailedError)(self._failure)
 
-    @staticmethod
-    def _begin(operator: Operator, adopted: Sequence[TaskRef]) -> Effects:
-        """Tell the operator to begin, and with which tasks, before it is asked for the leases that it wants."""
-        now = anyio.current_time()
-        effects = operator.on_start(now)
-        if adopted:
-            effects += operator.on_tasks_adopted(adopted, now)
-        return effects
-
     async def _renew_orphaned(self) -> None:
         """Renew the leases of the earlier run's tasks; release those on which no task has begun."""
-        self._tasks.start_soon(self._pool.renew)
-        self._pool.drop_unknown(self._orphaned.idle, "the scheduler was started again")
-        await renew_orphaned(self.host.endpoint, self._orphaned.tasks.values(), self._pool.take_back)
+        self._tasks.start_soon(self.pool.renew)
+        self.pool.drop_unknown(self._orphaned.idle, "the scheduler was started again")
+        await renew_orphaned(self.host.endpoint, self._orphaned.tasks.values(), self.pool.take_back)
         self._leases_back.set()
 
     async def _adopt(self) -> Sequence[TaskRef]:
         """Take over the tasks of the earlier run whose leases are renewed, and return them."""
         await self._leases_back.wait()
         tasks = self._orphaned.tasks
-        held = self._pool.adopt([task.lease for task in tasks.values()])
+        held = self.pool.adopt([task.lease for task in tasks.values()])
         adopted = [tasks[lease.id] for lease in held]
         for task in adopted:
-            self._attempts.adopt(task)
+            self.attempts.adopt(task)
         if adopted:
             self._placement_seconds = 0.0  # nothing was searched for
         _log.info("job %s: %d of %d tasks of its earlier run are continued", self.job_id, len(adopted), len(tasks))
@@ -531,13 +483,13 @@ class JobRunner:
         while True:
             await anyio.sleep(_MARK_INTERVAL)
             try:
-                self._events.journal.touch()
+                self.events.journal.touch()
             except OSError as error:
                 _log.debug("the time of the journal of job %s stays as it is: %s", self.job_id, error)
 
     async def _summarize(self, operator: Operator, began: float) -> Mapping[str, object]:
         """Release the leases and return the content of the result."""
-        await self._pool.close("the job is done")
+        await self.pool.close("the job is done")
         summary = {
             "job_id": str(self.job_id),
             **operator.summary(self._traffic),
@@ -545,13 +497,13 @@ class JobRunner:
             "wall_seconds": round(anyio.current_time() - began, 3),
         }
         json.dumps(summary)  # what cannot be written is an error of the strategy
-        return {key: self._events.name_peers_in(value) for key, value in summary.items()}
+        return {key: self.events.name_peers_in(value) for key, value in summary.items()}
 
     async def _watch_deadlines(self) -> None:
         """Tell the operator when its deadlines have passed."""
         operator = self._running_operator
         while not self._ended.is_set():
-            at = None if self._effects.is_full else self._call(operator.next_deadline)
+            at = None if self.effects.is_full else self._call(operator.next_deadline)
             if at is not None and at <= (now := anyio.current_time()):
                 self._tell(operator.on_deadline, now)
                 if (again := self._call(operator.next_deadline)) is not None and again <= now:
@@ -567,10 +519,12 @@ class JobRunner:
         told = self._ask(lambda: ((), event(*arguments)))
         return None if told is None else told[1]
 
-    def _tell_update(self, task: TaskRef, update: TaskUpdate) -> int | None:
+    def tell_update(self, task: TaskRef, update: TaskUpdate) -> int | None:
+        """Tell the operator what has happened to a task; return the ticket of its effects."""
         return self._tell(self._running_operator.on_task_update, task, update, anyio.current_time())
 
-    def _tell_result(self, tag: str, outcome: object) -> None:
+    def tell_result(self, tag: str, outcome: object) -> None:
+        """Tell the operator of the outcome of an effect, by its tag."""
         self._tell(self._running_operator.on_effect_result, tag, outcome, anyio.current_time())
 
     def _ask(self, question: Callable[[], tuple[Answer, Effects]]) -> tuple[Answer, int] | None:
@@ -581,7 +535,7 @@ class JobRunner:
             nonlocal has_changed
             answer, effects = question()
             has_changed = bool(effects) or not isinstance(answer, RetryAfter)
-            return answer, self._effects.submit(effects)
+            return answer, self.effects.submit(effects)
 
         told = self._call(take_effects)
         if told is not None and has_changed:  # else two questions that wait would wake each other for ever
@@ -591,11 +545,11 @@ class JobRunner:
     async def _ask_and_wait(self, question: Callable[[], tuple[Answer, Effects]]) -> Answer | None:
         """Call the operator and wait until its effects are carried out; None if it fails or they were dropped."""
         told = self._ask(question)
-        return told[0] if told is not None and await self._effects.wait(told[1]) else None
+        return told[0] if told is not None and await self.effects.wait(told[1]) else None
 
     def _call(self, question: Callable[[], Answer]) -> Answer | None:
         """Call the operator; None outside of its job, or if it fails: its error fails its own job and no other."""
-        if self._operator is None or self._closed or self._ended.is_set():
+        if self._operator is None or self.is_closed or self._ended.is_set():
             return None
         try:
             return question()
@@ -612,7 +566,7 @@ class JobRunner:
 
     def _settle(self) -> None:
         """Let everything that depends on the operator's state look at it again."""
-        self._call(lambda: self._pool.set_demand(self._running_operator.role_requests()))
+        self._call(lambda: self.pool.set_demand(self._running_operator.role_requests()))
         self._wake()
 
     def _wake(self) -> None:
@@ -651,9 +605,9 @@ class JobRunner:
     def _act(self, effect: Effect) -> None:
         match effect:
             case EmitEvent(name, fields):
-                self._events.emit(name, **fields)
+                self.events.emit(name, **fields)
             case PostMetric():
-                self._events.post(effect)
+                self.events.post(effect)
             case StartTask():
                 self._lifecycle.start(effect)
             case StopTask():
@@ -674,10 +628,11 @@ class JobRunner:
         if not self._ended.is_set():
             self._failure = failure
             self._ended.set()
-            self._pool.stop_searching()
+            self.pool.stop_searching()
             self._wake()
 
-    def _on_file_error(self, error: OSError) -> None:
+    def on_file_error(self, error: OSError) -> None:
+        """End the job, as a file of it cannot be written."""
         self._end(files_unusable(self.directory, [error]))
 
     def _on_disk_full(self, error: OSError) -> None:
@@ -685,12 +640,12 @@ class JobRunner:
         self._full_since = anyio.current_time()
         reason = waits_for_room(self.directory, error)
         _log.warning("job %s pauses: %s", self.job_id, reason)
-        self._effects.submit((EmitEvent("paused", {"reason": reason}),))
+        self.effects.submit((EmitEvent("paused", {"reason": reason}),))
 
     def _on_room(self) -> None:
         now = anyio.current_time()
         seconds = now - self._full_since
-        self._effects.submit((EmitEvent("continued", {"seconds": round(seconds, 3)}),))
+        self.effects.submit((EmitEvent("continued", {"seconds": round(seconds, 3)}),))
         self._tell(self._running_operator.on_suspended, seconds, now)
 
     async def _send(self, effect: SendMessage) -> None:
@@ -700,7 +655,7 @@ class JobRunner:
             _log.warning("%s: %s could not be reached, retrying: %s", effect.span, effect.peer, error)
 
         outcome: object
-        with instrumentation.span(effect.span, effect.about, parent=self._trace):
+        with instrumentation.span(effect.span, effect.about, parent=self.trace):
             try:
                 policy = replace(retries.MESSAGE, pauses=effect.retry_delays)
                 call = partial(rpc.call, self.host.endpoint, effect.peer, effect.method, effect.message)
@@ -710,7 +665,7 @@ class JobRunner:
             except Exception as error:  # noqa: BLE001 - a third party's strategy may send anything
                 self._fail_strategy(error)
                 return
-        self._tell_result(effect.tag, outcome)
+        self.tell_result(effect.tag, outcome)
 
     async def _run_in_background(self, effect: RunInBackground) -> None:
         outcome: object
@@ -721,11 +676,11 @@ class JobRunner:
         except Exception as error:  # noqa: BLE001 - a third party's strategy may raise anything
             self._fail_strategy(error)
             return
-        self._tell_result(effect.tag, outcome)
+        self.tell_result(effect.tag, outcome)
 
-    def _start_background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def start_background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a background task on behalf of a request, unless the job has ended."""
-        if not self._closed:
+        if not self.is_closed:
             self._tasks.start_soon(task)
 
     # ---------------------------------------------------------------------------------------------------------- leases
@@ -736,20 +691,20 @@ class JobRunner:
         try:
             if self._placement_seconds is None:
                 self._placement_seconds = seconds
-                self._events.placed(leases, seconds)
+                self.events.placed(leases, seconds)
                 if self.on_placed is not None:
                     self.on_placed()
             else:
-                self._effects.note(*self._events.leased(leases, seconds), syncs=True)
+                self.effects.note(*self.events.leased(leases, seconds), syncs=True)
         except OSError as error:
-            self._on_file_error(error)
+            self.on_file_error(error)
             return
         self._tell(self._running_operator.on_leases_acquired, leases, anyio.current_time())
 
     def on_lease_lost(self, lease: Lease, reason: str) -> None:
         """Tell the operator of a lost lease, and of the end of the task on it."""
         now = anyio.current_time()
-        attempt = self._attempts.on(lease.id)
+        attempt = self.attempts.on(lease.id)
         self._tell(self._running_operator.on_lease_lost, lease, reason, now)
         if attempt is not None:
             self._lifecycle.record_end(attempt.task, TaskEnded(TaskState.FAILED, reason))
@@ -763,29 +718,21 @@ class JobRunner:
     def on_shortage(self, shortage: Shortage) -> None:
         """Report why workers are missing."""
         self._lacks = f"{shortage.role}: {shortage}"
-        self._events.shortage(shortage)
+        self.events.shortage(shortage)
 
     def on_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
         """Handle an offer of a worker."""
-        if self._operator is not None and not self._closed:
-            self._pool.on_offer(peer, offer)
+        if self._operator is not None and not self.is_closed:
+            self.pool.on_offer(peer, offer)
 
     # ----------------------------------------------------------------------------------------------- messages of peers
-
-    def involves(self, peer: PeerId) -> bool:
-        """Return whether a task of this job runs or ran on `peer`."""
-        return self._attempts.involves(peer)
-
-    def runs_on(self, peer: PeerId) -> bool:
-        """Return whether a task of this job runs on `peer`."""
-        return self._attempts.runs_on(peer)
 
     async def on_slice_request(self, peer: PeerId, request: DataRequest) -> SlicesAnswer:
         """Handle a worker's request for slices."""
         deadline = anyio.current_time() + _MAX_WAIT
         unusable = request.unusable
         while True:
-            task = self._attempts.running_at(peer, request.attempt)
+            task = self.attempts.running_at(peer, request.attempt)
             if task is None or not self._context.has_dataset(request.dataset):
                 return NotFound()
             if (earlier := self._slice_responses.get(peer, request.id)) is not None:
@@ -817,14 +764,13 @@ class JobRunner:
             "first": given.first,
             "end": given.end,
         }
-        self._effects.note("assigned", fields)
+        self.effects.note("assigned", fields)
 
     def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
         failures = tuple(
-            ProviderFailure(provider=failure.provider, reason=peer_reason(failure.reason))
-            for failure in report.failures[:MAX_PROVIDERS]
+            structs.replace(each, reason=peer_reason(each.reason)) for each in report.failures[:MAX_PROVIDERS]
         )
-        bounded = UnusableSlice(index=report.index, epoch=report.epoch, failures=failures)
+        bounded = structs.replace(report, failures=failures)
         self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
 
     def _next_slices(
@@ -853,34 +799,31 @@ class JobRunner:
 
     async def on_training_report(self, peer: PeerId, request: ReportTraining) -> ReportAnswer:
         """Handle a report of an executor that trains."""
-        task = self._attempts.running_at(peer, request.attempt)
+        task = self.attempts.running_at(peer, request.attempt)
         if task is None:
             return ReportError(reason="this attempt at a task of the job does not run on this peer")
-        told = self._progress_responses.get(peer, request.id) or self._tell_report(task, request)
-        if told is None or not await self._effects.wait(told[1]):
+        told = self._progress_responses.get(peer, request.id)
+        if told is None:
+            now = anyio.current_time()
+            told = self._ask(lambda: self._running_operator.on_training_report(task, request.progress, now))
+            if told is not None:
+                self._progress_responses.put(peer, request.id, told)
+        if told is None or not await self.effects.wait(told[1]):
             await self._leave_unanswered()
             return ReportError(reason=_JOB_OVER)
         return told[0]
 
-    def _tell_report(self, task: TaskRef, request: ReportTraining) -> tuple[ReportAnswer, int] | None:
-        """Tell the operator of a report; return its answer and the ticket of the effects that precede it."""
-        now, peer = anyio.current_time(), task.lease.peer
-        told = self._ask(lambda: self._running_operator.on_training_report(task, request.progress, now))
-        if told is None:
-            return None
-        return self._progress_responses.put(peer, request.id, told)
-
     def holds(self, lease: uuid.UUID, peer: PeerId) -> bool:
         """Return whether the job holds a lease of a peer, also one that its operator does not know yet."""
-        return self._operator is not None and not self._closed and self._pool.renews(lease, peer)
+        return self._operator is not None and not self.is_closed and self.pool.renews(lease, peer)
 
     def is_taking(self, lease: uuid.UUID, peer: PeerId) -> bool:
         """Return whether the job has asked a peer for an offered lease and waits for the answer."""
-        return self._operator is not None and not self._closed and self._pool.is_taking(lease, peer)
+        return self._operator is not None and not self.is_closed and self.pool.is_taking(lease, peer)
 
     async def on_task_update(self, task: TaskRef, update: TaskUpdate, traffic: TrafficCounts | None) -> None:
         """Tell the operator of a status update about a running task; return when its effects are carried out."""
-        if not self._attempts.runs(task):
+        if not self.attempts.runs(task):
             return
         if traffic is not None:
             self._traffic[task.lease.peer] += traffic
@@ -889,14 +832,14 @@ class JobRunner:
         elif isinstance(update, TaskStarted):
             ticket = self._lifecycle.record_start(task)
         else:
-            ticket = self._tell_update(task, update)
+            ticket = self.tell_update(task, update)
         if ticket is not None:
-            await self._effects.wait(ticket)
+            await self.effects.wait(ticket)
 
     async def on_locate(self, peer: PeerId, request: LocateResource) -> ResourceLocation:
         """Handle a worker's question where a resource of its task is."""
-        task = self._attempts.running_at(peer, request.attempt)
-        attempt = None if task is None else self._attempts.get(task)
+        task = self.attempts.running_at(peer, request.attempt)
+        attempt = None if task is None else self.attempts.get(task)
         if attempt is None:
             _REFUSED_QUESTIONS.add()
             return gone("this attempt at the task does not run on this peer")
@@ -918,8 +861,9 @@ class JobRunner:
     async def on_message(self, peer: PeerId, method: StrategyMethod, message: Any) -> Any:
         """Handle a message of the strategy's own RPC methods."""
         deadline, name = anyio.current_time() + _MAX_ANSWER_WAIT, method.method.name
-        while (task := self._attempts.running_at(peer, message.attempt)) is not None:
-            answer = await self._ask_and_wait(partial(self._ask_message, task, name, message))
+        while (task := self.attempts.running_at(peer, message.attempt)) is not None:
+            ask = partial(self._running_operator.on_message, task, name, message, anyio.current_time())
+            answer = await self._ask_and_wait(ask)
             if answer is None:
                 await self._leave_unanswered()
                 return method.unknown_job
@@ -933,9 +877,6 @@ class JobRunner:
         """Answer nothing while the scheduler is being stopped: the peer asks the next one, which takes the job up."""
         if self._interruption is not None:
             await anyio.sleep(_MAX_ANSWER_WAIT)
-
-    def _ask_message(self, task: TaskRef, name: str, message: Any) -> tuple[Any, Effects]:
-        return self._running_operator.on_message(task, name, message, anyio.current_time())
 
     async def _wait_to_retry(self, peer: PeerId, answer: RetryAfter, deadline: float) -> bool:
         """Wait for the next event, or for the time that an operator has named.
@@ -956,7 +897,7 @@ class JobRunner:
         """Handle a worker's pull of a file of this job."""
         if self._context.serves(request.dataset):
             return self._context.resolve(request)
-        task = self._attempts.any_on(peer)
+        task = self.attempts.any_on(peer)
         if task is None:
             return Refusal(reason=_NO_TASK)
         found = self._call(lambda: self._running_operator.on_pull_request(task, request))
@@ -966,10 +907,10 @@ class JobRunner:
         """Handle a file that a task is about to push."""
         deadline = anyio.current_time() + _MAX_ANSWER_WAIT
         while True:
-            task = self._attempts.started_at(peer, header.attempt)
+            task = self.attempts.started_at(peer, header.attempt)
             if task is None or self._operator is None:
                 return Refusal(reason=_NO_TASK)
-            is_running = self._attempts.runs(task)
+            is_running = self.attempts.runs(task)
             ask = self._operator.on_push_request if is_running else self._operator.on_late_push
             target = await self._ask_and_wait(partial(ask, task, header, anyio.current_time()))
             if not isinstance(target, RetryAfter):
@@ -998,13 +939,13 @@ class JobRunner:
             try:
                 await target.prepare(path)
             except OSError as error:
-                self._on_file_error(error)
+                self.on_file_error(error)
             except JobFailedError as error:
                 self._end(str(error))
         now, operator = anyio.current_time(), self._running_operator
 
         def tell() -> tuple[bool, Effects]:
-            if self._attempts.runs(task):
+            if self.attempts.runs(task):
                 return True, operator.on_push_complete(task, header, path, digest, now)
             effects = operator.on_late_push_complete(task, header, path, now)
             return effects is not None, effects or ()
@@ -1020,15 +961,15 @@ class JobRunner:
     def on_goodbye(self, peer: PeerId, goodbye: Goodbye) -> None:
         """Handle a worker's announcement that it is shutting down: its leases end at once."""
         reason = peer_reason(goodbye.reason) or "it is shutting down"
-        for lease in self._pool.held:
+        for lease in self.pool.held:
             if lease.peer == peer and lease.id in goodbye.leases:
-                self._pool.drop(lease.id, reason)
+                self.pool.drop(lease.id, reason)
 
     def on_drain(self, peer: PeerId, drain: Drain) -> None:
         """Handle a worker's announcement that it will end: the operator hears once of each lease."""
-        if self._operator is None or self._closed:
+        if self._operator is None or self.is_closed:
             return
         seconds, reason = drain.left_ms / 1000, peer_reason(drain.reason) or "it drains"
-        for lease in self._pool.drain(peer, frozenset(drain.leases), reason):
-            self._events.draining(lease, seconds, reason)
+        for lease in self.pool.drain(peer, frozenset(drain.leases), reason):
+            self.events.draining(lease, seconds, reason)
             self._tell(self._running_operator.on_lease_draining, lease, seconds, anyio.current_time())

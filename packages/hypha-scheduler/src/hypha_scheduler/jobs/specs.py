@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from msgspec import convert
+
 from hypha_proto.job_spec import (
     Adam,
     CosineWithWarmup,
@@ -40,13 +42,7 @@ def model_spec(table: ModelTable, artifact: Reference) -> Model:
 
 def optimizer_spec(table: InnerOptimizerTable) -> Adam:
     """Return the optimizer of an executor."""
-    return Adam(
-        learning_rate=table.learning_rate,
-        betas=table.betas,
-        epsilon=table.epsilon,
-        weight_decay=table.weight_decay,
-        max_grad_norm=table.max_grad_norm,
-    )
+    return convert(table, Adam, from_attributes=True)
 
 
 def schedule_spec(table: InnerOptimizerTable, steps: int) -> LearningRateSchedule | None:

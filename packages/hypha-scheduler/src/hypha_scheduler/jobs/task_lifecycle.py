@@ -7,10 +7,9 @@ to stop, loses its lease. The operator hears of each start and end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 import msgspec
@@ -19,8 +18,6 @@ from hypha_net import instrumentation
 from hypha_net.errors import RequestTimeoutError
 from hypha_net.message_channel import ChannelError
 from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
-from hypha_scheduler.jobs.effect_queue import EffectQueue
-from hypha_scheduler.jobs.events import JobEvents
 from hypha_scheduler.jobs.lease_pool import LeasePool
 from hypha_scheduler.jobs.task_streams import TaskStreams
 from hypha_scheduler.strategies.base import (
@@ -32,8 +29,10 @@ from hypha_scheduler.strategies.base import (
     TaskRef,
     TaskStarted,
     TaskState,
-    TaskUpdate,
 )
+
+if TYPE_CHECKING:
+    from hypha_scheduler.jobs.runner import JobRunner
 
 _log = logging.getLogger(__name__)
 
@@ -49,23 +48,15 @@ _COMMAND_TIMEOUT: Final = 60.0
 class TaskLifecycle:
     """The starts and ends of the attempts of one job."""
 
+    runner: JobRunner
     attempts: AttemptRegister
     streams: TaskStreams
     pool: LeasePool
-    effects: EffectQueue
-    events: JobEvents
-    orphan_grace: float
-    """Seconds for which tasks outlive the scheduler."""
-    trace: str | None
-    """Span of the job."""
-    tell_update: Callable[[TaskRef, TaskUpdate], int | None]
-    """Tells the operator of a start or an end; returns the ticket of its effects."""
-    tell_result: Callable[[str, object], object]
-    """Tells the operator what became of a command, by the tag of its effect."""
-    start_background: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
-    is_closed: Callable[[], bool]
-    """Returns whether the job is over."""
-    on_file_error: Callable[[OSError], None]
+
+    @property
+    def orphan_grace(self) -> float:
+        """Seconds for which tasks outlive the scheduler."""
+        return self.runner.job.orphan_grace_seconds
 
     # ----------------------------------------------------------------------------------------------------------- start
 
@@ -73,18 +64,18 @@ class TaskLifecycle:
         """Start a task on its lease, and wait in the background until its worker confirms that."""
         task = effect.task
         if task.lease.id not in self.pool:  # it was lost before this effect's turn
-            self.tell_update(task, TaskNotStarted("its lease is no longer held"))
+            self.runner.tell_update(task, TaskNotStarted("its lease is no longer held"))
             return
         grace_ms = int(self.orphan_grace * 1000) or None
         attempt = self.attempts.register(task, msgspec.structs.replace(effect.spec, orphan_grace_ms=grace_ms))
         about = {"hypha.task": task.name, "hypha.peer.id": str(task.lease.peer)}
         try:
-            with instrumentation.span("dispatch", about, parent=self.trace):
+            with instrumentation.span("dispatch", about, parent=self.runner.trace):
                 self.streams.send_start(attempt)
         except ChannelError as error:
             self._not_started(task, f"worker {task.lease.peer}: {error}")
         else:
-            self.start_background(partial(self._expect_confirmation, attempt))
+            self.runner.start_background(partial(self._expect_confirmation, attempt))
 
     async def _expect_confirmation(self, attempt: Attempt) -> None:
         task = attempt.task
@@ -96,17 +87,17 @@ class TaskLifecycle:
         """Release the lease of a task that its worker did not take; nothing if it has ended."""
         if self.attempts.record_end(task):
             self.pool.release(task.lease.id, "its task did not start")
-            self.tell_update(task, TaskNotStarted(why))
+            self.runner.tell_update(task, TaskNotStarted(why))
 
     def record_start(self, task: TaskRef) -> int | None:
         """Record that a worker has confirmed a task; return the ticket of the operator's effects."""
         try:
-            record = self.events.task_started(task)
+            record = self.runner.events.task_started(task)
             if self.orphan_grace > 0:  # the next scheduler may take the task up
-                self.effects.note(*record)
+                self.runner.effects.note(*record)
         except OSError as error:
-            self.on_file_error(error)
-        return self.tell_update(task, TaskStarted())
+            self.runner.on_file_error(error)
+        return self.runner.tell_update(task, TaskStarted())
 
     # ------------------------------------------------------------------------------------------------------------ stop
 
@@ -134,7 +125,7 @@ class TaskLifecycle:
         except ChannelError as error:
             self._release_unstopped(effect, str(error))
         else:
-            self.start_background(partial(self._expect_end, effect, attempt))
+            self.runner.start_background(partial(self._expect_end, effect, attempt))
 
     async def _expect_end(self, effect: StopTask, attempt: Attempt) -> None:
         """Wait for the end of a task that was told to drain or to stop."""
@@ -155,16 +146,16 @@ class TaskLifecycle:
 
     def record_end(self, task: TaskRef, end: TaskEnded) -> int | None:
         """Record the end of a task, once; return the ticket of the operator's effects."""
-        if not self.attempts.record_end(task) or self.is_closed():
+        if not self.attempts.record_end(task) or self.runner.is_closed:
             return None
         self.pool.task_ended()
         try:
-            record = self.events.task_ended(task, end)
+            record = self.runner.events.task_ended(task, end)
             # synced where the next scheduler would take the task up otherwise
-            self.effects.note(*record, syncs=self.orphan_grace > 0)
+            self.runner.effects.note(*record, syncs=self.orphan_grace > 0)
         except OSError as error:
-            self.on_file_error(error)
-        return self.tell_update(task, end)
+            self.runner.on_file_error(error)
+        return self.runner.tell_update(task, end)
 
     # -------------------------------------------------------------------------------------------------------- commands
 
@@ -176,13 +167,13 @@ class TaskLifecycle:
         try:
             number = self.streams.send_command(attempt, effect.command)
         except ChannelError as error:
-            self.tell_result(effect.tag, error)
+            self.runner.tell_result(effect.tag, error)
         else:
-            self.start_background(partial(self._expect_answer, effect, attempt, number))
+            self.runner.start_background(partial(self._expect_answer, effect, attempt, number))
 
     async def _expect_answer(self, effect: SendCommand, attempt: Attempt, number: int) -> None:
         """Tell the operator of the answer to a command, or that there is none; nothing once the task has ended."""
-        with instrumentation.span(effect.span, effect.about, parent=self.trace):
+        with instrumentation.span(effect.span, effect.about, parent=self.runner.trace):
             with anyio.move_on_after(_COMMAND_TIMEOUT):
                 while number not in attempt.answers and not attempt.ended.is_set():
                     await attempt.answered.wait()
@@ -191,7 +182,7 @@ class TaskLifecycle:
             return
         if outcome is None:
             outcome = RequestTimeoutError(f"{effect.task.lease.peer} did not answer within {_COMMAND_TIMEOUT:g} s")
-        self.tell_result(effect.tag, outcome)
+        self.runner.tell_result(effect.tag, outcome)
 
 
 async def _happens(event: anyio.Event, seconds: float) -> bool:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 from msgspec.structs import replace
@@ -39,9 +39,12 @@ from hypha_proto.tasks import (
     TaskDefinition,
     WorkerFrame,
 )
-from hypha_scheduler.jobs.attempt_register import Attempt, AttemptRegister
+from hypha_scheduler.jobs.attempt_register import Attempt
 from hypha_scheduler.jobs.task_updates import InvalidUpdateError, read_update, traffic_of
-from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TaskState, TaskUpdate, TrafficCounts
+from hypha_scheduler.strategies.base import TaskEnded, TaskRef, TaskStarted, TaskState, TaskUpdate
+
+if TYPE_CHECKING:
+    from hypha_scheduler.jobs.runner import JobRunner
 
 _log = logging.getLogger(__name__)
 
@@ -93,13 +96,8 @@ class _LeaseStream:
 class TaskStreams:
     """Streams of one job's leases."""
 
-    job_id: uuid.UUID
-    attempts: AttemptRegister
-    """What runs on the leases."""
-    on_update: Callable[[TaskRef, TaskUpdate, TrafficCounts | None], Awaitable[None]]
-    """Handles what has happened to a running attempt; the status update is acknowledged when this returns."""
-    on_broken: Callable[[uuid.UUID], None]
-    """Called with a lease whose stream broke: its worker may have ended."""
+    runner: JobRunner
+    """Hears what has happened to running attempts; an update is acknowledged when it has handled it."""
     _leases: dict[uuid.UUID, _LeaseStream] = field(default_factory=dict)
     _refusals: LogThrottle = field(default_factory=LogThrottle)
 
@@ -160,13 +158,13 @@ class TaskStreams:
         return self._leases[lease]
 
     def _send(self, task: TaskRef, **what: Any) -> None:
-        self._lease(task.lease.id).channel.send(TaskDefinition(attempt=task.id_in(self.job_id), **what))
+        self._lease(task.lease.id).channel.send(TaskDefinition(attempt=task.id_in(self.runner.job_id), **what))
 
     # ------------------------------------------------------------------------------------------------- status updates
 
     async def _handle(self, lease: uuid.UUID, received: StatusUpdate) -> None:
-        attempt = self.attempts.on(lease)
-        if attempt is None or received.attempt != attempt.task.id_in(self.job_id):
+        attempt = self.runner.attempts.on(lease)
+        if attempt is None or received.attempt != attempt.task.id_in(self.runner.job_id):
             self._count_refusal(lease, received, _OTHER_ATTEMPT)
             return
         if received.answered is not None:
@@ -177,7 +175,7 @@ class TaskStreams:
             self._count_refusal(lease, received, str(error))
             update = self._failed(attempt, received, error)
         if isinstance(update, TaskEnded):
-            await self.on_update(attempt.task, update, traffic_of(received))
+            await self.runner.on_task_update(attempt.task, update, traffic_of(received))
         elif update is not None and not (isinstance(update, TaskStarted) and attempt.confirmed.is_set()):
             await self._pass_on(attempt, update)
 
@@ -186,9 +184,9 @@ class TaskStreams:
         if not attempt.confirmed.is_set():
             attempt.confirmed.set()
             if not isinstance(update, TaskStarted):  # what runs has been started
-                await self.on_update(attempt.task, TaskStarted(), None)
+                await self.runner.on_task_update(attempt.task, TaskStarted(), None)
         if not attempt.ended.is_set():
-            await self.on_update(attempt.task, update, None)
+            await self.runner.on_task_update(attempt.task, update, None)
 
     def _failed(self, attempt: Attempt, received: StatusUpdate, error: InvalidUpdateError) -> TaskEnded:
         """Return the end of an attempt whose worker reported what cannot be; what may still run is stopped."""
@@ -217,11 +215,11 @@ class TaskStreams:
             lease.channel.take_over(subscribe.next, subscribe.first)
         with anyio.CancelScope() as scope:
             lease.scope = scope
-            await _answer(stream, Subscribed(job_id=self.job_id, next=lease.channel.next_wanted))
+            await _answer(stream, Subscribed(job_id=self.runner.job_id, next=lease.channel.next_wanted))
             try:
                 await lease.channel.run(stream, subscribe.next)
             except StreamResetError:
-                self.on_broken(subscribe.lease)
+                self.runner.pool.check(subscribe.lease)  # its worker may have ended
                 raise
 
 
@@ -249,7 +247,8 @@ def serve_task_streams(endpoint: Endpoint, find: FindStreams) -> None:
             await stream.reset()
         except (NetError, DecodeError) as error:
             await stream.reset()
-            _complain(complaints, stream.peer, error)
+            if isinstance(error, RequestError | DecodeError):  # a violation of the protocol; streams break every day
+                complaints.log(_log, logging.WARNING, stream.peer, "task stream of %s ended: %s", stream.peer, error)
         finally:
             _STREAMS.add(-1)
             open_streams[stream.peer] -= 1
@@ -257,12 +256,6 @@ def serve_task_streams(endpoint: Endpoint, find: FindStreams) -> None:
                 del open_streams[stream.peer]
 
     endpoint.handle(TASKS, handle)
-
-
-def _complain(complaints: LogThrottle, peer: PeerId, error: Exception) -> None:
-    """Log a violation of the protocol; streams break every day."""
-    if isinstance(error, RequestError | DecodeError):
-        complaints.log(_log, logging.WARNING, peer, "task stream of %s ended: %s", peer, error)
 
 
 async def _serve_stream(stream: Stream, find: FindStreams) -> None:
