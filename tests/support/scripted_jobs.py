@@ -49,7 +49,8 @@ from hypha_proto.task_resources import Gone, LocateResource, ResourceLocation
 from hypha_proto.tasks import Started, TaskCancelled, TaskDefinition, TaskFailed, TaskFinished, TaskSpec
 from hypha_proto.training_reports import REPORT, Acknowledged, BatchDone, ReportAnswer, ReportTraining, TrainingReport
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.config import AuctionTable, ConnectorsTable, QueueTable
+from hypha_scheduler.allocation.auction import AuctionTable
+from hypha_scheduler.config import ConnectorsTable, QueueTable
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.context import JobHost

@@ -15,14 +15,12 @@ from hypha_proto.ids import PeerId
 from hypha_proto.offers import ExecutorDescriptor, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.auction import (
-    DECISION_WINDOW,
     FIRST_PAUSE,
     LONGEST_PAUSE,
     AcceptedOffer,
     Auction,
-    AuctionSettings,
+    AuctionTable,
     PeerBackoff,
-    ResourceWeights,
     RoleRequest,
     resource_score,
 )
@@ -32,7 +30,7 @@ TRAIN, AGGREGATE = uuid.UUID(int=1), uuid.UUID(int=2)
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(8)]
 
 
-def auction(train: int = 3, auction_settings: AuctionSettings | None = None) -> Auction:
+def auction(train: int = 3, auction_settings: AuctionTable | None = None) -> Auction:
     made = Auction(
         (
             RoleRequest(
@@ -50,7 +48,7 @@ def auction(train: int = 3, auction_settings: AuctionSettings | None = None) -> 
                 1,
             ),
         ),
-        auction_settings or AuctionSettings(),
+        auction_settings or AuctionTable(),
         Random(0),
     )
     made.register_request(TRAIN, "train")
@@ -164,7 +162,7 @@ class AuctionMachine(RuleBasedStateMachine):
     @invariant()
     def decisions_are_due_within_the_window(self) -> None:
         at = self.auction.decide_at(self.now)
-        assert at is None or at <= self.now + DECISION_WINDOW
+        assert at is None or at <= self.now + AuctionTable().decision_window
 
 
 AuctionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
@@ -196,7 +194,7 @@ def test_ranking_by_resources_per_token_then_price_then_time() -> None:
     [rejection] = made.rejections[PEERS[4], "train"]
     assert "more than the job pays" in rejection.text
     assert "120" not in rejection.text.replace("120.1", "")
-    assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100)) == 28.0
+    assert resource_score(Resources(gpu=1, cpu=1, memory=10, storage=100), AuctionTable()) == 28.0
 
 
 def test_free_offer_ranks_first(made: Auction) -> None:
@@ -220,7 +218,7 @@ def test_decision_is_due_after_the_decision_window(made: Auction) -> None:
     assert made.decide_at(1.0) is None
     made.add_offer(PEERS[1], offer(1), 2.0)
     made.add_offer(PEERS[2], offer(2), 2.1)
-    assert made.decide_at(2.1) == 2.0 + DECISION_WINDOW
+    assert made.decide_at(2.1) == 2.0 + AuctionTable().decision_window
     assert not made.all_offers_in([PEERS[1]], 2.1)
     made.add_offer(PEERS[1], offer(3, request=AGGREGATE), 2.1)
     assert made.all_offers_in([PEERS[1]], 2.1)
@@ -235,9 +233,9 @@ def test_without_known_candidates_better_offers_may_come(made: Auction, candidat
 def test_a_further_offer_of_the_same_peer_does_not_restart_the_decision_window(made: Auction) -> None:
     made.add_offer(PEERS[1], offer(1), 2.0)
     made.add_offer(PEERS[1], offer(2), 2.2)
-    assert made.decide_at(2.2) == 2.0 + DECISION_WINDOW
+    assert made.decide_at(2.2) == 2.0 + AuctionTable().decision_window
     made.add_offer(PEERS[1], offer(3), 9.0)
-    assert made.decide_at(9.0) == 9.0 + DECISION_WINDOW
+    assert made.decide_at(9.0) == 9.0 + AuctionTable().decision_window
 
 
 @pytest.mark.parametrize(
@@ -329,7 +327,7 @@ def test_leases_granted_after_the_search_are_not_needed(made: Auction) -> None:
 
 
 def test_weights_are_settings() -> None:
-    made = auction(train=1, auction_settings=AuctionSettings(0.1, ResourceWeights(cpu=0.0, memory=1.0)))
+    made = auction(train=1, auction_settings=AuctionTable(decision_window=0.1, cpu=0.0, memory=1.0))
     made.add_offer(PEERS[0], offer(0, 100, cpu=64), 1.0)
     made.add_offer(PEERS[1], offer(1, 50), 1.0)
     assert made.decide_at(1.0) == pytest.approx(1.1)
@@ -357,7 +355,7 @@ def test_offers_of_excluded_peers_are_ignored_with_a_reason_and_not_waited_for()
         1,
         excluded=frozenset(PEERS[:1]),
     )
-    made = Auction((request,), AuctionSettings(), Random(0))
+    made = Auction((request,), AuctionTable(), Random(0))
     made.register_request(TRAIN, "train")
     assert not made.add_offer(PEERS[0], offer(0, 1), 1.0)
     assert made.decide_at(1.0) is None

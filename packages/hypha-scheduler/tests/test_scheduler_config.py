@@ -30,12 +30,12 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import Resources
-from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
+from hypha_scheduler.allocation.auction import AuctionTable
 from hypha_scheduler.cli import main
-from hypha_scheduler.config import AuctionTable, SchedulerConfig
+from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.service import auction_settings, serve
+from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.slots import Slot
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
@@ -280,8 +280,7 @@ def test_auction_settings_reach_the_auction(tmp_path: Path) -> None:
     file = tmp_path / "scheduler.toml"
     file.write_text(DOCUMENTED + "\n[scheduler.auction]\ndecision_window = 0.5\ngpu = 10\nstorage = 0\n")
     table = load_config(SchedulerConfig, file, {}, {}).config.scheduler.auction
-    assert auction_settings(table) == AuctionSettings(0.5, ResourceWeights(10.0, 1.0, 0.1, 0.0))
-    assert auction_settings(AuctionTable()) == AuctionSettings()
+    assert table == AuctionTable(decision_window=0.5, gpu=10.0, cpu=1.0, memory=0.1, storage=0.0)
 
 
 @pytest.mark.parametrize("key", ["decision_window", "gpu", "cpu", "memory", "storage"])

@@ -72,7 +72,7 @@ from hypha_proto.training_reports import (
 )
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
-from hypha_scheduler.allocation.auction import DECISION_WINDOW
+from hypha_scheduler.allocation.auction import AuctionTable
 from hypha_scheduler.audit import audit
 from hypha_scheduler.errors import AllocationError, JobFailedError
 from hypha_scheduler.jobs.config import StartModelTable
@@ -390,7 +390,7 @@ async def test_job_runs_from_request_to_result(tmp_path: Path, model: Path) -> N
         result = json.loads(path.read_text())
         assert result["rounds"] == 3
         assert len(result["workers"]) == 3
-        assert result["placement_seconds"] == pytest.approx(DECISION_WINDOW)
+        assert result["placement_seconds"] == pytest.approx(AuctionTable().decision_window)
         assert result["loss"] == pytest.approx(1 / 3)
         assert result["samples"] == sum(worker["samples"] for worker in result["workers"]) >= 3 * MIN_ROUND_SAMPLES
         assert all(worker["samples"] == 8 * worker["batches"] for worker in result["workers"])
@@ -573,7 +573,7 @@ async def test_job_starts_with_its_minimum_and_says_who_is_missing(tmp_path: Pat
         peers = {str(worker.endpoint.peer_id) for worker in workers[1:3]}
         assert {entry["peer"] for entry in result["workers"]} == peers
     [placement] = [event for event in events(tmp_path) if event["event"] == "placement"]
-    assert placement["seconds"] == pytest.approx(SETTLE + DECISION_WINDOW)
+    assert placement["seconds"] == pytest.approx(SETTLE + AuctionTable().decision_window)
     shortage = next(event for event in events(tmp_path) if event["event"] == "shortage")
     assert (shortage["role"], shortage["held"], shortage["wanted"], shortage["minimum"]) == ("train", 2, 3, 2)
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, Union
 from pydantic import ConfigDict, Field, ValidationInfo, WrapValidator, create_model
 
 from hypha_net.node.config.models import Network, NodeConfig, S3ServiceSection
-from hypha_proto.offers import MAX_OFFER_LIFE
+from hypha_scheduler.allocation.auction import AuctionTable
 from hypha_scheduler.errors import JobRefusedError
 from hypha_scheduler.jobs.config import MODEL_COMMAND, JobTable, Table
 from hypha_scheduler.strategies.registry import DEFAULT_TYPE, built_in_types, load_strategy, parse_job
-
-Weight = Annotated[float, Field(ge=0, le=1e6)]
 
 
 def _validate_job(value: Any, _handler: object, info: ValidationInfo) -> JobTable | None:
@@ -32,21 +30,6 @@ if TYPE_CHECKING:
     Job = JobTable
 else:
     Job = _job_annotation([load_strategy(name).job_table for name in built_in_types()])
-
-
-class AuctionTable(Table):
-    """``[scheduler.auction]``: how offers of workers are chosen; the weights value one unit of each resource."""
-
-    decision_window: float = Field(
-        default=0.25,
-        ge=0,
-        le=MAX_OFFER_LIFE,
-        description="Seconds from the first acceptable offer until the best are chosen, or less if offers end before.",
-    )
-    gpu: Weight = Field(default=25.0, description="Weight of a GB of GPU memory.")
-    cpu: Weight = Field(default=1.0, description="Weight of a core.")
-    memory: Weight = Field(default=0.1, description="Weight of a GB of memory.")
-    storage: Weight = Field(default=0.01, description="Weight of a GB of storage.")
 
 
 class ConnectorsTable(S3ServiceSection):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -29,8 +29,7 @@ from hypha_proto.offers import OFFER, OfferReceived, WorkerOffer
 from hypha_proto.task_resources import LOCATE_RESOURCE, Gone, LocateResource, ResourceLocation
 from hypha_proto.training_reports import REPORT, ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
-from hypha_scheduler.allocation.auction import AuctionSettings, ResourceWeights
-from hypha_scheduler.config import AuctionTable, SchedulerConfig
+from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.errors import JobFailedError, JobInterruptedError
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.context import JobHost
@@ -190,7 +189,7 @@ def _open_service(config: SchedulerConfig, node: Node) -> tuple[SchedulerService
         node.endpoint,
         config.runs_dir,
         bridge,
-        auction_settings(table.auction),
+        table.auction,
         table.model_command,
         source_access(table.connectors.networks, table.connectors.s3_settings),
     )
@@ -211,28 +210,6 @@ async def _accept_jobs(submissions: SubmissionServer, required: bool) -> None:
         if required:
             raise
         _log.warning("no jobs can be submitted beside the configured ones: %s", error)
-
-
-def auction_settings(table: AuctionTable) -> AuctionSettings:
-    """Return the settings of all auctions, from their configuration."""
-    weights = ResourceWeights(table.gpu, table.cpu, table.memory, table.storage)
-    return AuctionSettings(table.decision_window, weights)
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    """Count a running job and its outcome."""
-    outcome = "failed"
-    _ACTIVE.add(1)
-    try:
-        yield
-        outcome = "finished"
-    except JobInterruptedError:
-        outcome = "interrupted"
-        raise
-    finally:
-        _ACTIVE.add(-1)
-        _ENDED.add(1, {"hypha.outcome": outcome})
 
 
 def _mark_placed(job: ActiveJob) -> None:
@@ -319,11 +296,20 @@ class SchedulerService:
 
     async def _run(self, run: JobRunner, job: JobTable) -> Path:
         about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
+        outcome = "failed"
+        _ACTIVE.add(1)
         try:
-            with instrumentation.span("job", about), _counted():
-                return await run.run()
+            with instrumentation.span("job", about):
+                result = await run.run()
+            outcome = "finished"
+            return result
+        except JobInterruptedError:
+            outcome = "interrupted"
+            raise
         finally:
             del self._runs[run.job_id]
+            _ACTIVE.add(-1)
+            _ENDED.add(1, {"hypha.outcome": outcome})
 
     async def take_up(self, runs: Path, configured: Sequence[JobTable]) -> list[ResumableJob]:
         """Return the unfinished jobs in a directory whose tasks may still run; `run_taken_up` continues them.

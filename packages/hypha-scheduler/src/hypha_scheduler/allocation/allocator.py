@@ -24,7 +24,7 @@ from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import RELEASE_LEASE, RENEW_LEASE, ReleaseLease, Renewed, RenewLease
 from hypha_proto.offers import OFFER_WINDOW, WORKER_REQUESTS, WorkerOffer, WorkerRequest
-from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionSettings, RoleRequest
+from hypha_scheduler.allocation.auction import AcceptedOffer, Auction, AuctionTable, RoleRequest
 from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_scheduler.allocation.search_pacing import SearchPacing
 from hypha_scheduler.allocation.shortage import Shortage
@@ -57,12 +57,6 @@ _LOST_RELEASE_TIME: Final = 300.0
 _LOST_RELEASE_PAUSE: Final = 2.0
 _RENEW_TIMEOUT: Final = 5.0
 _MAX_LEASE_LIFE: Final = 3600.0
-_DEFAULT_SETTINGS: Final = AuctionSettings()
-
-
-def lease_life(timeout_ms: int) -> float:
-    """Return the life of a renewed lease in seconds."""
-    return min(timeout_ms / 1000, _MAX_LEASE_LIFE)
 
 
 def make_request(role_request: RoleRequest, window: float = OFFER_WINDOW) -> WorkerRequest:
@@ -93,7 +87,7 @@ class Allocator:
     """Seconds to find all workers; infinite while the job goes on without them."""
     tasks: anyio.abc.TaskGroup
     """Task group of the job. Unanswered renewals and releases go on in it when the search is over."""
-    settings: AuctionSettings = _DEFAULT_SETTINGS
+    settings: AuctionTable = field(default_factory=AuctionTable)
     on_shortage: Callable[[Shortage], None] = lambda _shortage: None
     """Called with what is logged about a role that lacks workers."""
     excluded: frozenset[PeerId] = frozenset()
@@ -360,16 +354,14 @@ class Allocator:
         """Accept an offer by renewing its lease; return whether the worker confirmed it and it is still needed."""
         asked_at = anyio.current_time()
         try:
-            answer = await rpc.call(
-                self.endpoint, offer.peer, RENEW_LEASE, RenewLease(id=offer.lease), timeout=_RENEW_TIMEOUT
-            )
+            life = await renew(self.endpoint, offer.peer, offer.lease, _RENEW_TIMEOUT)
         except NetError as error:
             pause = self.auction.deny(offer.lease, anyio.current_time())
             _log.warning("%s made an offer but did not confirm it, ignored for %.1f s: %s", offer.peer, pause, error)
             self._release(offer, "its renewal was not answered")  # the answer may have been lost
             return False
         now = anyio.current_time()
-        if not isinstance(answer, Renewed):
+        if life is None:
             pause = self.auction.deny(offer.lease, now)
             _log.info("the offer of %s expired before it was accepted, ignored for %.1f s", offer.peer, pause)
             return False
@@ -377,7 +369,7 @@ class Allocator:
             _log.info("the lease of %s was confirmed when it was no longer needed", offer.peer)
             self._release(offer, "it was no longer needed")
             return False
-        self.leases.record_renewal(offer.lease, offer.peer, asked_at, lease_life(answer.timeout_ms))
+        self.leases.record_renewal(offer.lease, offer.peer, asked_at, life)
         self._attempts.restart_patience(now)
         self.on_acquired(offer)
         self._check_settled(now)
@@ -387,6 +379,16 @@ class Allocator:
         with anyio.move_on_after(max(0.0, until - anyio.current_time())):
             await self._changed.wait()
         self._changed = anyio.Event()
+
+
+async def renew(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, timeout: float) -> float | None:
+    """Renew a lease; return the seconds for which it lasts from the call on, or None if its worker does not have it.
+
+    Raises:
+        NetError: the worker does not answer.
+    """
+    answer = await rpc.call(endpoint, peer, RENEW_LEASE, RenewLease(id=lease), timeout=timeout)
+    return min(answer.timeout_ms / 1000, _MAX_LEASE_LIFE) if isinstance(answer, Renewed) else None
 
 
 async def release(endpoint: Endpoint, peer: PeerId, lease: uuid.UUID, reason: str, *, timeout: float = 2.5) -> bool:

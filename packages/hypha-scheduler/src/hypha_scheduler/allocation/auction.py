@@ -10,15 +10,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final
+from typing import Annotated, Final
 
+from pydantic import ConfigDict, Field
+
+from hypha_net.node.config.models import Section
 from hypha_proto.ids import PeerId
 from hypha_proto.leases import TEMPORARY_LEASE, Rejection
 from hypha_proto.offers import MAX_OFFER_LIFE, WorkerOffer, WorkerSpec
 from hypha_proto.resources import Resources
 
-DECISION_WINDOW: Final = 0.25
-"""Seconds between the first acceptable offer and the decision: half the life of a nearby worker's offer."""
 DENIED: Final = "denied"
 """Code of a peer that did not grant the lease that it had offered; not sent, unlike `REJECTION_CODES`."""
 EXCLUDED: Final = "excluded"
@@ -68,28 +69,26 @@ class PeerBackoff:
         return self._failures.get(peer, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceWeights:
-    """Value of one unit of each resource: a GB, or a core."""
-
-    gpu: float = 25.0
-    cpu: float = 1.0
-    memory: float = 0.1
-    storage: float = 0.01
-
-
-_DEFAULT_WEIGHTS: Final = ResourceWeights()
+_Weight = Annotated[float, Field(ge=0, le=1e6)]
 _OfferKey = tuple[PeerId, str, uuid.UUID | None]
 """Peer, role, and request if the peer may have several offers for the role."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuctionSettings:
-    """Settings of all auctions of a scheduler."""
+class AuctionTable(Section):
+    """``[scheduler.auction]``: how offers of workers are chosen; the weights value one unit of each resource."""
 
-    decision_window: float = DECISION_WINDOW
-    """Seconds between the first acceptable offer and the decision."""
-    weights: ResourceWeights = _DEFAULT_WEIGHTS
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    decision_window: float = Field(
+        default=0.25,  # half the life of a nearby worker's offer
+        ge=0,
+        le=MAX_OFFER_LIFE,
+        description="Seconds from the first acceptable offer until the best are chosen, or less if offers end before.",
+    )
+    gpu: _Weight = Field(default=25.0, description="Weight of a GB of GPU memory.")
+    cpu: _Weight = Field(default=1.0, description="Weight of a core.")
+    memory: _Weight = Field(default=0.1, description="Weight of a GB of memory.")
+    storage: _Weight = Field(default=0.01, description="Weight of a GB of storage.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +175,7 @@ class _Renewal:
         return offer.expires - offer.at >= TEMPORARY_LEASE and offer.accept_by - self.asked_at < _SHORT_NOTICE
 
 
-def resource_score(resources: Resources, weights: ResourceWeights = _DEFAULT_WEIGHTS) -> float:
+def resource_score(resources: Resources, weights: AuctionTable) -> float:
     """Return the value of resources; with the default weights, an equivalent number of CPU cores."""
     return (
         weights.gpu * resources.gpu
@@ -195,7 +194,7 @@ class Auction:
     """
 
     role_requests: tuple[RoleRequest, ...]
-    settings: AuctionSettings = AuctionSettings()
+    settings: AuctionTable = field(default_factory=AuctionTable)
     random: Random = field(default_factory=Random)
     excluded: frozenset[PeerId] = frozenset()
     """Peers with which the job has leases from earlier searches."""
@@ -232,7 +231,7 @@ class Auction:
             self._record_rejection(peer, role, reasons)
             return False
         life = min(offer.timeout_ms / 1000, MAX_OFFER_LIFE)
-        score = resource_score(offer.resources, self.settings.weights)
+        score = resource_score(offer.resources, self.settings)
         older = self._offers.get(key)
         since = older.waiting_since if older is not None and older.accept_by >= now else now
         accepted = AcceptedOffer(

@@ -11,11 +11,10 @@ from typing import Final
 
 import anyio
 
-from hypha_net import instrumentation, rpc
+from hypha_net import instrumentation
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, NotRunningError
-from hypha_proto.leases import RENEW_LEASE, Renewed, RenewLease
-from hypha_scheduler.allocation.allocator import lease_life
+from hypha_scheduler.allocation.allocator import renew
 from hypha_scheduler.allocation.leases import HeldLease, HeldLeases
 
 _log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, 
     asked_at = anyio.current_time()
     timeout = min(_RENEWAL_TIMEOUT, max(0.5, held.expires - asked_at))
     try:
-        answer = await rpc.call(endpoint, held.peer, RENEW_LEASE, RenewLease(id=held.lease), timeout=timeout)
+        life = await renew(endpoint, held.peer, held.lease, timeout)
     except NotRunningError as error:
         if leases.drop(held.lease) is not None:
             _log.info("the worker of a lease has ended: %s", error)
@@ -72,9 +71,9 @@ async def _renew_lease(endpoint: Endpoint, leases: HeldLeases, held: HeldLease, 
         return
     if held.lease not in leases:
         return  # released or expired before the response arrived
-    _RENEWALS.add(1, {"hypha.outcome": "renewed" if isinstance(answer, Renewed) else "refused"})
-    if isinstance(answer, Renewed):
-        leases.record_renewal(held.lease, held.peer, asked_at, lease_life(answer.timeout_ms))
-    else:
+    _RENEWALS.add(1, {"hypha.outcome": "refused" if life is None else "renewed"})
+    if life is None:
         leases.drop(held.lease)
         on_lost(held, "the worker no longer has its lease")
+    else:
+        leases.record_renewal(held.lease, held.peer, asked_at, life)

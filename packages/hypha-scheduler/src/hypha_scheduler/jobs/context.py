@@ -20,7 +20,7 @@ from hypha_proto.job_spec import One, PeersReference
 from hypha_proto.task_resources import FailedHolder, ResourceLocation
 from hypha_proto.tasks import DatasetSource, StoredOutput
 from hypha_proto.transfer import PullRequest, Refusal
-from hypha_scheduler.allocation.auction import AuctionSettings
+from hypha_scheduler.allocation.auction import AuctionTable
 from hypha_scheduler.datasets.dataset import DatasetView, open_dataset, open_folder
 from hypha_scheduler.datasets.providers import Providers
 from hypha_scheduler.errors import JobFailedError
@@ -55,7 +55,7 @@ class JobHost:
     runs: Path
     """Jobs write to directories in it."""
     bridge: StatusBridge | None = None
-    auction: AuctionSettings = field(default_factory=AuctionSettings)
+    auction: AuctionTable = field(default_factory=AuctionTable)
     model_command: Sequence[str] = MODEL_COMMAND
     """Creates a start model from a configuration; see `model_creation`."""
     access: SourceAccess = field(default_factory=SourceAccess)

@@ -14,12 +14,10 @@ from typing import Any, Final
 
 import anyio
 
-from hypha_net import rpc
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import RENEW_LEASE, Renewed, RenewLease
-from hypha_scheduler.allocation.allocator import lease_life
+from hypha_scheduler.allocation.allocator import renew
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import Lease, TaskRef
 
@@ -111,15 +109,13 @@ async def _renew(endpoint: Endpoint, task: TaskRef, on_renewed: OnRenewed) -> No
     while True:
         asked_at = anyio.current_time()
         try:
-            answer = await rpc.call(
-                endpoint, lease.peer, RENEW_LEASE, RenewLease(id=lease.id), timeout=_RENEWAL_TIMEOUT
-            )
+            life = await renew(endpoint, lease.peer, lease.id, _RENEWAL_TIMEOUT)
         except NetError as error:
             _log.info("lease %s at %s could not be renewed yet: %s", lease.id, lease.peer, error)
             await anyio.sleep(_RETRY_PAUSE)
             continue
-        if isinstance(answer, Renewed):
-            on_renewed(lease, asked_at, lease_life(answer.timeout_ms))
-        else:
+        if life is None:
             _log.warning("%s no longer has the lease of task %s", lease.peer, task.name)
+        else:
+            on_renewed(lease, asked_at, life)
         return
