@@ -29,7 +29,6 @@ from hypha_scheduler.cli import main
 from hypha_scheduler.client import AsyncClient, Client, JobCommandError, LogLine
 from hypha_scheduler.submission.client import socket_path
 from hypha_scheduler.submission.log_client import MAX_BYTES, JobLogs, split_lines
-from hypha_scheduler.submission.log_relay import LogRelay
 from hypha_scheduler.submission.node_directory import NodeDirectory
 from hypha_scheduler.submission.server import SubmissionServer
 
@@ -70,7 +69,7 @@ async def test_workers_and_datasets_are_listed_and_a_wrong_name_has_the_nearest(
         endpoint.gateway_peers = {"/memory/gateway": gateway.peer_id}
         directory = NodeDirectory(endpoint, lambda: now)
         tasks.start_soon(directory.watch)
-        tasks.start_soon(SubmissionServer(runs, never, list_nodes=directory.describe).serve)
+        tasks.start_soon(SubmissionServer(runs, never, never, nodes=directory).serve)
         await until(lambda: anyio.Path(socket_path(runs)).exists(), 60)
         async with network.endpoint("one") as one, pubsub.subscribe(one, WORKER_REQUESTS):
             await endpoint.connect(one.addresses[0])
@@ -160,7 +159,7 @@ class Lab:
 async def open_lab(runs: Path) -> AsyncIterator[Lab]:
     network = MemoryNetwork(seed=1)
     async with network.endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
-        server = SubmissionServer(runs, never, ask_logs=LogRelay(endpoint).ask)
+        server = SubmissionServer(runs, never, never, nodes=NodeDirectory(endpoint))
         tasks.start_soon(server.serve)
         await until(lambda: anyio.Path(socket_path(runs)).exists(), 60)
         yield Lab(network, runs, endpoint.peer_id)

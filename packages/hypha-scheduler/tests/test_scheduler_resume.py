@@ -24,7 +24,7 @@ from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL, Journal
 from hypha_scheduler.strategies.inference.config import InferenceJobConfig
 from hypha_scheduler.strategies.registry import parse_job
-from hypha_scheduler.submission.client import resume_job, socket_path
+from hypha_scheduler.submission.client import connect, resume_job, socket_path
 from hypha_scheduler.submission.resumption import find_resumable, revealed
 from hypha_scheduler.submission.server import SubmissionServer
 
@@ -226,7 +226,6 @@ class Server:
     def __init__(self, runs: Path) -> None:
         self.resumed: list[tuple[JobTable, uuid.UUID]] = []
         self.runs = runs
-        self.can_resume = True
 
     async def run(self, _job: JobTable, _job_id: uuid.UUID) -> Path:
         raise AssertionError("it is not a new job")
@@ -242,8 +241,7 @@ class Server:
 
         async def case() -> Any:
             async with anyio.create_task_group() as tasks:
-                resume = self.resume if self.can_resume else None
-                tasks.start_soon(SubmissionServer(self.runs, self.run, None, resume).serve)
+                tasks.start_soon(SubmissionServer(self.runs, self.run, self.resume).serve)
                 while not await anyio.Path(socket_path(self.runs)).exists():
                     await anyio.sleep(0.01)
                 found = await anyio.to_thread.run_sync(act)
@@ -301,11 +299,12 @@ def test_the_running_scheduler_refuses_before_it_accepts(tmp_path: Path) -> None
     answers = server.during(lambda: list(resume_job(socket_path(tmp_path / "runs"), directory, other, detach=False)))
     assert len(answers) == 1
     assert "dataset.dataset is 'answers', and was 'questions'" in answers[0].answer["error"]
-    server.can_resume = False
-    answers = server.during(
-        lambda: list(resume_job(socket_path(tmp_path / "runs"), directory, revealed(table()), detach=False))
-    )
-    assert "resume: expected the path of a job's directory" in answers[0].answer["error"]
+
+    def ask_for_no_directory() -> bytes:
+        with connect(socket_path(tmp_path / "runs"), {"resume": 3}) as connection:
+            return connection.recv(1 << 16)
+
+    assert b"resume: expected the path of a job's directory" in server.during(ask_for_no_directory)
     assert server.resumed == []
 
 

@@ -51,7 +51,7 @@ def submit_with(
 
     async def case() -> None:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(SubmissionServer(tmp_path / runs, run_job).serve)
+            tasks.start_soon(SubmissionServer(tmp_path / runs, run_job, run_job).serve)
             await until(lambda: anyio.Path(path).exists(), 60)
             await anyio.to_thread.run_sync(submit)
             tasks.cancel_scope.cancel()
@@ -254,7 +254,7 @@ async def test_nested_json_on_the_socket_is_refused_and_the_scheduler_goes_on(tm
         return [json.loads(line) for line in answer.splitlines()]
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(SubmissionServer(tmp_path / "r", succeed).serve)
+        tasks.start_soon(SubmissionServer(tmp_path / "r", succeed, succeed).serve)
         await until(lambda: anyio.Path(socket_path(tmp_path / "r")).exists(), 60)
         [refused] = await send(nested)
         assert "nested" in str(refused["error"])

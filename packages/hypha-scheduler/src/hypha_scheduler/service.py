@@ -40,8 +40,6 @@ from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import StrategyMethod, not_served
 from hypha_scheduler.strategies.registry import load_strategy
 from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
-from hypha_scheduler.submission.dataset_check import check_datasets
-from hypha_scheduler.submission.log_relay import LogRelay
 from hypha_scheduler.submission.node_directory import NodeDirectory
 from hypha_scheduler.submission.queue_files import remove_queued
 from hypha_scheduler.submission.resumption import ResumableJob, find_jobs_to_take_up
@@ -82,17 +80,10 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     service, bridge = _open_service(config, node)
     nodes = NodeDirectory(node.endpoint)
     submissions = SubmissionServer(
-        config.runs_dir,
-        service.run_job,
-        config.scheduler.strategies,
-        service.resume_job,
-        service.jobs,
-        partial(check_datasets, node.endpoint),
-        LogRelay(node.endpoint).ask,
-        nodes.describe,
+        config.runs_dir, service.run_job, service.resume_job, config.scheduler.strategies, service.jobs, nodes
     )
     node.tasks.start_soon(nodes.watch)
-    failures: list[str] = []
+    failures: list[JobFailedError] = []
     async with _stopped_by_sigterm(node, service, submissions), anyio.create_task_group() as tasks:
         taken_up = await service.take_up(config.runs_dir, config.jobs)
         node.readiness.ready()
@@ -109,7 +100,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
             submissions.stop_when_idle()
     await _write_the_last(service, bridge)
     if failures:
-        raise JobFailedError("\n".join(failures))
+        raise JobFailedError("\n".join(f"job failed: {error}" for error in failures))
 
 
 async def serve_resumed(config: SchedulerConfig, node: Node, found: ResumableJob) -> None:
@@ -120,16 +111,11 @@ async def serve_resumed(config: SchedulerConfig, node: Node, found: ResumableJob
     """
     service, bridge = _open_service(config, node)
     node.readiness.ready()
-    failure: JobFailedError | None = None
+    failures: list[JobFailedError] = []
     async with _stopped_by_sigterm(node, service):
-        try:
-            _log.info("job done: %s", await service.resume_job(found.job, found.job_id))
-        except JobFailedError as error:
-            failure = error
-        except JobInterruptedError as error:
-            _log.warning("job interrupted: %s", error)
+        await _run_unattended(partial(service.resume_job, found.job, found.job_id), failures)
     await _write_the_last(service, bridge)
-    if failure is not None:
+    for failure in failures:
         raise failure
 
 
@@ -139,7 +125,7 @@ def _not_begun(configured: Sequence[JobTable], taken_up: Sequence[ResumableJob])
     return configured[max((place for place, job in enumerate(configured, 1) if id(job) in begun), default=0) :]
 
 
-async def _run_unattended(run_job: Callable[[], Awaitable[Path]], failures: list[str] | None) -> None:
+async def _run_unattended(run_job: Callable[[], Awaitable[Path]], failures: list[JobFailedError] | None) -> None:
     """Run a job that no client waits for; add its failure to `failures`, or log it if there are none."""
     try:
         _log.info("job done: %s", await run_job())
@@ -147,7 +133,7 @@ async def _run_unattended(run_job: Callable[[], Awaitable[Path]], failures: list
         if failures is None:
             _log.error("job failed: %s", error)
         else:
-            failures.append(f"job failed: {error}")
+            failures.append(error)
     except JobInterruptedError as error:
         _log.warning("job interrupted: %s", error)
 

@@ -1,12 +1,13 @@
-"""The workers that a scheduler knows, and the datasets that data nodes announce, for the command ``nodes``.
+"""What other nodes say, for the clients of the scheduler's socket: for the commands ``nodes`` and ``logs``.
 
-Workers are those that subscribe to requests or are found in the DHT, asked for their status, and those that were
-connected since the scheduler started.
+The workers are those that subscribe to requests or are found in the DHT, asked for their status, and those that were
+connected since the scheduler started. Logs are what executors of a job have printed, as its workers keep it.
 """
 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,7 +20,9 @@ from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.events import Connected, Disconnected
 from hypha_net.peer_names import known_name
+from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId, printable_name
+from hypha_proto.job_logs import LIST_LOGS, MAX_TEXT, READ_LOG, ListLogs, ReadLog
 from hypha_proto.resources import Resources
 from hypha_proto.texts import shorten
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
@@ -33,6 +36,10 @@ _QUESTIONS: Final = 64
 _MAX_KNOWN: Final = 1000
 """Workers that are remembered; of more, the ones that were seen longest ago go."""
 _MAX_TEXT: Final = 200
+_LOG_TIMEOUT: Final = 10.0
+"""Seconds for a worker's answer about logs."""
+_LOG_REQUESTS: Final = 16
+"""Requests for logs at a time; further ones wait."""
 
 
 class WorkerEntry(msgspec.Struct, omit_defaults=True):
@@ -62,6 +69,7 @@ class NodeDirectory:
     clock: Callable[[], float] = time.time
     _seen: dict[PeerId, float] = field(default_factory=dict)
     """When each worker was last seen, the latest last."""
+    _log_requests: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_LOG_REQUESTS))
 
     async def watch(self) -> None:
         """Note workers that connect and leave, until cancelled."""
@@ -120,6 +128,26 @@ class NodeDirectory:
             entry.name = None if name is None else printable_name(name)
             entry.seen = self._seen[peer] if about is None else self.clock()
             found[peer] = entry
+
+    async def ask_logs(self, job_id: uuid.UUID, worker: str, run: str | None, position: int) -> dict[str, Any]:
+        """Return the fields of `LogsListed`, or with `run` those of `LogPart`; or ``error`` and ``code``."""
+        try:
+            peer = PeerId.parse(worker)
+            async with self._log_requests:
+                if run is None:
+                    listing = ListLogs(job_id=job_id)
+                    listed = await rpc.call(self.endpoint, peer, LIST_LOGS, listing, timeout=_LOG_TIMEOUT)
+                    return dict(msgspec.to_builtins(listed))
+                reading = ReadLog(job_id=job_id, run=run, position=position, limit=MAX_TEXT)
+                part = await rpc.call(self.endpoint, peer, READ_LOG, reading, timeout=_LOG_TIMEOUT)
+                return dict(msgspec.to_builtins(part))
+        except InvalidIdError as error:
+            return {"error": f"worker: {error}", "code": "invalid"}
+        except UnsupportedProtocolError:
+            remedy = "its owner updates hypha-worker, or reads them there with `hypha-worker logs`"
+            return {"error": f"it gives no logs to schedulers: {remedy}", "code": "unsupported"}
+        except NetError as error:
+            return {"error": str(error), "code": "unreachable"}
 
 
 def _fill(entry: WorkerEntry, status: WorkerStatus) -> None:

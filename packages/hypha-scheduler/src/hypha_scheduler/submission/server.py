@@ -39,6 +39,8 @@ from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.submission.active_jobs import ActiveJob, ActiveJobs
 from hypha_scheduler.submission.catalog import ACTIVE, JobEntry, find_jobs, list_jobs, read_entry
 from hypha_scheduler.submission.client import socket_path
+from hypha_scheduler.submission.dataset_check import check_datasets
+from hypha_scheduler.submission.node_directory import NodeDirectory
 from hypha_scheduler.submission.queue_files import QueuedJob, end_queued, read_queue, remove_queued, write_queued
 from hypha_scheduler.submission.resumption import ResumableJob, find_resumable
 from hypha_scheduler.submission.validation import validate_job
@@ -58,10 +60,6 @@ _MAX_WARNINGS: Final = 10
 _MAX_MATCHES: Final = 20
 """Jobs that the answer to an ambiguous name lists."""
 RunJob = Callable[[JobTable, uuid.UUID], Awaitable[Path]]
-AskLogs = Callable[[uuid.UUID, str, str | None, int], Awaitable[dict[str, Any]]]
-"""`hypha_scheduler.submission.log_relay.LogRelay.ask`."""
-ListKnownNodes = Callable[[], Awaitable[dict[str, Any]]]
-"""`hypha_scheduler.submission.node_directory.NodeDirectory.describe`."""
 _REFUSALS: Final = (ValueError, JobRefusedError, JobFailedError)
 """Reasons for which a request is not taken."""
 
@@ -128,10 +126,6 @@ class _Submission:
     waits: bool
 
 
-async def _check_nothing(_job: JobTable) -> None:
-    """Accept every job."""
-
-
 @dataclass(slots=True)
 class SubmissionServer:
     """Accepts jobs and runs them concurrently, each under an id that is sent to the client."""
@@ -139,18 +133,14 @@ class SubmissionServer:
     runs: Path
     """Directory of the jobs."""
     run_job: RunJob
+    resume_job: RunJob
+    """Continues an interrupted job."""
     strategies: Collection[str] | None = None
     """Types of jobs that are accepted; all that are installed if None."""
-    resume_job: RunJob | None = None
-    """Continues an interrupted job; without it none is taken."""
     jobs: ActiveJobs = field(default_factory=ActiveJobs)
     """All jobs of the scheduler that have not ended."""
-    check_job: Callable[[JobTable], Awaitable[None]] = _check_nothing
-    """Raises `JobRefusedError` for a job that cannot run."""
-    ask_logs: AskLogs | None = None
-    """Asks a worker; without it no logs are read."""
-    list_nodes: ListKnownNodes | None = None
-    """Lists workers and datasets; without it none are known."""
+    nodes: NodeDirectory | None = None
+    """Asks other nodes; without it datasets are not looked for, and no workers and logs are known."""
     _connections: int = 0
     _submitted: int = 0
     """Jobs that were submitted, or that clients are handing in, and have not ended."""
@@ -257,7 +247,7 @@ class SubmissionServer:
             ValueError: it is malformed.
             JobRefusedError: the job cannot be resumed.
         """
-        if self.resume_job is None or not isinstance(found["resume"], str):
+        if not isinstance(found["resume"], str):
             raise ValueError("resume: expected the path of a job's directory")
         job = found.get("job")
         configured = [] if job is None else [validate_job(job, self.strategies)]
@@ -282,7 +272,6 @@ class SubmissionServer:
 
     async def _add_job(self, request: _Submission | ResumableJob) -> ActiveJob:
         if isinstance(request, ResumableJob):
-            assert self.resume_job is not None  # `_parse_resumed` refuses it otherwise
             job = ActiveJob(
                 request.job_id, request.job, self._directory(request.job_id), submitted_at=request.submitted_at
             )
@@ -290,7 +279,8 @@ class SubmissionServer:
             self._start(job, self.resume_job)
             return job
         self.jobs.check_room(waits=request.waits)
-        await self.check_job(request.job)
+        if self.nodes is not None:
+            await check_datasets(self.nodes.endpoint, request.job)
         self.jobs.check_room(waits=request.waits)  # others were added meanwhile
         job_id = uuid.uuid4()
         job = ActiveJob(job_id, request.job, self._directory(job_id), waits=request.waits, submitted_at=time.time())
@@ -362,11 +352,11 @@ class SubmissionServer:
                 await self._attach(stream, await self._find(wanted))
             case CancelJob(id=wanted):
                 await self._cancel(stream, await self._find(wanted))
-            case ReadLogs(id=wanted) if self.ask_logs is not None:
+            case ReadLogs(id=wanted) if self.nodes is not None:
                 job_id = uuid.UUID((await self._find(wanted)).job_id)
-                await _answer(stream, await self.ask_logs(job_id, command.worker, command.run, command.position))
-            case ListNodes() if self.list_nodes is not None:
-                await _answer(stream, await self.list_nodes())
+                await _answer(stream, await self.nodes.ask_logs(job_id, command.worker, command.run, command.position))
+            case ListNodes() if self.nodes is not None:
+                await _answer(stream, await self.nodes.describe())
             case _:
                 await _answer(stream, {"error": "this scheduler does not speak with other nodes", "code": "failed"})
 
