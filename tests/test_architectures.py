@@ -12,7 +12,7 @@ import pytest
 
 from hypha.accelerate_executor.errors import ModelError
 from hypha.accelerate_executor.modeling.hf import load_model
-from hypha_scheduler.jobs.model_heads import find_missing_head
+from hypha_scheduler.jobs.model_files import find_missing_head
 
 TOOL = Path(__file__).parents[1] / "tools" / "architectures.py"
 NOT_DELIVERED = {"emu3", "funnel", "mllama", "youtu"}

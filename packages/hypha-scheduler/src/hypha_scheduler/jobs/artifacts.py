@@ -32,7 +32,7 @@ from hypha_scheduler.jobs.config import (
 )
 from hypha_scheduler.jobs.hub_download import RepositoryFiles, download, needs_token
 from hypha_scheduler.jobs.model_creation import create_model
-from hypha_scheduler.jobs.model_files import model_names, preprocessor_names
+from hypha_scheduler.jobs.model_files import file_names
 from hypha_scheduler.jobs.source_download import SourceDownloads
 
 _log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def served_copy(copy: Path) -> Path:
 
 def _copy_files(key: str, source: Path, wanted: tuple[str, ...], target: Path) -> list[str]:
     """Copy the files of a local model or preprocessor; return their names."""
-    names = model_names(source, wanted) if key == "model" else preprocessor_names(source, wanted)
+    names = file_names("model" if key == "model" else "preprocessor", source, wanted)
     try:
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -46,5 +46,5 @@ def _missing_files_of_tables(job: dict[str, Any]) -> list[str]:
     with suppress(ValidationError):  # which is among the problems of the job
         lines += missing_files(StartModelTable.model_validate(job.get("model")))
     with suppress(ValidationError):
-        lines += missing_files(None, PreprocessorTable.model_validate(job.get("preprocessor")))
+        lines += missing_files(PreprocessorTable.model_validate(job.get("preprocessor")))
     return lines
