@@ -71,17 +71,12 @@ def run_replay(plan: ReplayPlan, command: str | None, show: Callable[[str], obje
     arguments = _default_command() if command is None else shlex.split(command)
     if not arguments:
         raise JobRefusedError("--executor: the command is empty")
-    last = ""
-
-    def follow(line: str) -> None:
-        nonlocal last
-        last = line
-        show(line)
-
+    # as many threads as a worker gives to an executor with its cores
+    threads = {} if plan.threads is None else {"OMP_NUM_THREADS": str(plan.threads)}
     with tempfile.TemporaryDirectory(prefix="hypha-plan-") as folder:
         path = Path(folder) / "plan.json"
         path.write_bytes(to_json(ReplayPlan, plan))
-        status = _run([*arguments, str(path)], _environment(plan.threads), follow)
+        status, last = _run([*arguments, str(path)], os.environ | threads, show)
     for proven, (expected, verdict) in _VERDICTS.items():
         if status == expected and last.startswith(verdict):
             return proven
@@ -101,12 +96,9 @@ def _default_command() -> list[str]:
     return [sys.executable, "-m", _MODULE]
 
 
-def _environment(threads: int | None) -> dict[str, str]:
-    """Return the environment of the executor, with as many threads as a worker gives to an executor with its cores."""
-    return dict(os.environ) if threads is None else dict(os.environ) | {"OMP_NUM_THREADS": str(threads)}
-
-
-def _run(command: Sequence[str], environment: Mapping[str, str], show: Callable[[str], object]) -> int:
+def _run(command: Sequence[str], environment: Mapping[str, str], show: Callable[[str], object]) -> tuple[int, str]:
+    """Run a command and show its output; return its exit status and its last line."""
+    last = ""
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True, errors="replace")
     except OSError as error:
@@ -115,8 +107,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str], show: Callable[
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                show(line.rstrip("\n"))
+                last = line.rstrip("\n")
+                show(last)
         except BaseException:
             process.terminate()
             raise
-    return process.returncode
+    return process.returncode, last

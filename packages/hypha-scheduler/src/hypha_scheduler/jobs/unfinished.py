@@ -162,17 +162,11 @@ def _examine(path: Path, written: float) -> UnfinishedJob | None:
     if _has_ended(last):
         return None
     job_id = next((record["job_id"] for record in first if isinstance(record.get("job_id"), str)), directory.name)
-    began = next((event["time"] for event in events if _is_time_of_begin(event)), None)
-    was_stopped = next((record.get("tasks_run_on") is False for record in reversed(last) if _is_runners(record)), False)
+    times = (event.get("time") for event in events if event.get("event") != "queued")
+    began = next((time for time in times if isinstance(time, int | float)), None)
+    of_runner = (record for record in reversed(last) if record.get("record") in RUNNER_KINDS)
+    was_stopped = next((record.get("tasks_run_on") is False for record in of_runner), False)
     return UnfinishedJob(job_id, directory, began, _progress(last), written, was_stopped)
-
-
-def _is_time_of_begin(event: dict[str, Any]) -> bool:
-    return isinstance(event.get("time"), int | float) and event.get("event") != "queued"
-
-
-def _is_runners(record: dict[str, Any]) -> bool:
-    return record.get("record") in RUNNER_KINDS
 
 
 def _has_ended(records: list[dict[str, Any]]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -110,16 +109,11 @@ class ActiveJobs:
             JobFailedError: the job failed or was cancelled.
             JobInterruptedError: the scheduler is stopped.
         """
-        with self._recording_end(job):
+        try:
             await self._wait_for_turn(job)
             result = await run()
             job.outcome = {"result": str(result)}
             return result
-
-    @contextmanager
-    def _recording_end(self, job: ActiveJob) -> Iterator[None]:
-        try:
-            yield
         except JobFailedError as error:
             job.outcome = {"error": str(error)}
             raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 
 from hypha_proto.codec import parse_json
 from hypha_proto.record_file import EVENTS
-from hypha_proto.whole_directory import replace_file
+from hypha_proto.whole_directory import remove_tree, replace_file
 from hypha_scheduler.jobs.config import JobTable
 from hypha_scheduler.jobs.events import EventFile
 from hypha_scheduler.jobs.journal import JOURNAL
@@ -47,20 +46,16 @@ def write_queued(directory: Path, job: JobTable, submitted_at: float, number: in
         OSError: it cannot be recorded; then it does not wait after a restart, either.
     """
     try:
-        _write_queued(directory, job, submitted_at, number)
+        directory.mkdir(parents=True, exist_ok=True)
+        content = {"submitted_at": submitted_at, "number": number, "job": revealed(job)}
+        replace_file(directory / QUEUED, json.dumps(content, default=str).encode(), mode=0o600)
+        with EventFile(directory / EVENTS) as events:
+            about = {"name": job.name, "type": job.type, "rounds": job.planned_steps}
+            known = {key: value for key, value in about.items() if value is not None}
+            events.write("queued", job_id=directory.name, directory=str(directory), **known)
     except OSError:
         (directory / QUEUED).unlink(missing_ok=True)
         raise
-
-
-def _write_queued(directory: Path, job: JobTable, submitted_at: float, number: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {"submitted_at": submitted_at, "number": number, "job": revealed(job)}
-    replace_file(directory / QUEUED, json.dumps(content, default=str).encode(), mode=0o600)
-    with EventFile(directory / EVENTS) as events:
-        about = {"name": job.name, "type": job.type, "rounds": job.planned_steps}
-        known = {key: value for key, value in about.items() if value is not None}
-        events.write("queued", job_id=directory.name, directory=str(directory), **known)
 
 
 def remove_queued(directory: Path) -> None:
@@ -121,20 +116,12 @@ def _read_queued(path: Path) -> QueuedJob | None:
 def _is_cleared(directory: Path) -> bool:
     """Remove what a job has begun to prepare; return whether it may begin anew."""
     try:
-        _remove_preparations(directory)
+        for path in directory.iterdir():
+            if path.name not in {EVENTS, QUEUED}:
+                remove_tree(path)
     except OSError as error:
         _log.error(
             "job %s does not wait until the next start: %s cannot be cleared: %s", directory.name, directory, error
         )
         return False
     return True
-
-
-def _remove_preparations(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.name in {EVENTS, QUEUED}:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

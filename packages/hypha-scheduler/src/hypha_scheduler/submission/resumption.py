@@ -59,34 +59,28 @@ def find_jobs_to_take_up(
         strategies: types that may be loaded; all that are installed if None.
         now: seconds since the Unix epoch.
     """
+
+    def to_take_up(unfinished: UnfinishedJob) -> ResumableJob | None:
+        """Return a job if its tasks may still run and nothing speaks against going on with it."""
+        age = max(0.0, now - unfinished.last_record)
+        if unfinished.was_stopped or age > _LONGEST_GRACE + _LEASE_MARGIN:
+            return None
+        try:
+            found = find_resumable(unfinished.directory, runs, configured, strategies, others_allowed=True)
+        except JobRefusedError as error:
+            _log.info("a job is not taken up: %s", error)
+            return None
+        grace = found.job.orphan_grace_seconds
+        return found if grace > 0 and age <= grace + _LEASE_MARGIN else None
+
     try:
         unfinished = find_unfinished(runs)
     except OSError as error:
         _log.warning("cannot look for unfinished jobs: %s", error)
         return []
-    found = {job.directory: _to_take_up(job, runs, configured, strategies, now) for job in unfinished}
+    found = {job.directory: to_take_up(job) for job in unfinished}
     log_unfinished([job for job in unfinished if found[job.directory] is None], runs)
     return [job for job in found.values() if job is not None]
-
-
-def _to_take_up(
-    unfinished: UnfinishedJob,
-    runs: Path,
-    configured: Sequence[JobTable],
-    strategies: Collection[str] | None,
-    now: float,
-) -> ResumableJob | None:
-    """Return a job if its tasks may still run and nothing speaks against going on with it."""
-    age = max(0.0, now - unfinished.last_record)
-    if unfinished.was_stopped or age > _LONGEST_GRACE + _LEASE_MARGIN:
-        return None
-    try:
-        found = find_resumable(unfinished.directory, runs, configured, strategies, others_allowed=True)
-    except JobRefusedError as error:
-        _log.info("a job is not taken up: %s", error)
-        return None
-    grace = found.job.orphan_grace_seconds
-    return found if grace > 0 and age <= grace + _LEASE_MARGIN else None
 
 
 def find_resumable(
@@ -137,20 +131,16 @@ def find_resumable(
 def _recorded_job(directory: Path, table: dict[str, Any], strategies: Collection[str] | None) -> JobTable:
     try:
         return parse_job(table, strategies)
-    except (ValidationError, ValueError) as error:
-        what = "; ".join(_problems(error))
+    except ValueError as error:
+        problems = [str(error)]
+        if isinstance(error, ValidationError):
+            details = error.errors(include_url=False)
+            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in details]
+        what = "; ".join(problems)
         remedy = "resume it with the version of hypha-scheduler that began it"
         raise JobRefusedError(
             f"{directory}: this version does not know the job in its journal: {what}; {remedy}"
         ) from None
-
-
-def _problems(error: ValueError) -> Iterator[str]:
-    if isinstance(error, ValidationError):
-        for details in error.errors(include_url=False):
-            yield f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
-    else:
-        yield str(error)
 
 
 def _with_secrets(
