@@ -394,7 +394,7 @@ async def test_offers_in_a_pause_are_released_and_what_follows_is_not_deferred_u
                 await anyio.sleep(0.01)
             assert allocator._attempts.resume_at is not None
             second.lease = uuid.uuid4()
-            [request] = allocator._requests.values()
+            [request] = allocator.requests.values()
             await second.send(lab.scheduler.peer_id, request.id, second.lease, 500)
             await anyio.sleep(0.1)
             assert second.released == ["the search for workers pauses"]
@@ -465,7 +465,7 @@ async def test_an_offer_after_the_search_is_released() -> None:
         first, second = lab.workers
         allocator = lab.allocator(role_request("train", 1))
         await allocator.allocate()
-        [request] = allocator._requests.values()
+        [request] = allocator.requests.values()
         for number in range(50):
             await second.send(lab.scheduler.peer_id, request.id, uuid.UUID(int=number), 500)
         second.lease = uuid.uuid4()

@@ -124,14 +124,13 @@ class Allocator:
     _published_at: float = 0.0
     _next_publish: float = 0.0
     _changed: anyio.Event = field(default_factory=anyio.Event)
-    _requests: dict[str, WorkerRequest] = field(default_factory=dict)
+    requests: dict[str, WorkerRequest] = field(default_factory=dict)
+    """The last request that was published for each role."""
 
     def __post_init__(self) -> None:
         self.auction = Auction(self.role_requests, self.settings, self.random, self.excluded, self.exclusive)
-        demand = self.demand or self.role_requests
-        self.shortage = ShortageReport(
-            self.endpoint, self.auction, self._requests, self.on_shortage, demand, self.holding, self._is_needed
-        )
+        self.demand = self.demand or self.role_requests
+        self.shortage = ShortageReport(self, self.endpoint, self.auction)
 
     def add_offer(self, peer: PeerId, offer: WorkerOffer) -> None:
         """Pass a received offer to the auction; in a pause and after the search, release it for others."""
@@ -221,14 +220,14 @@ class Allocator:
             self._is_settled, self._deadline = True, math.inf
             self.on_settled()
 
-    def _is_needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Return whether the job waits for the search: it has not begun, or holds less than its minimum of a role."""
         has_begun = self._is_settled or bool(self.holding)
         return not has_begun or self.shortage.is_below_minimum
 
     def _republish_after(self, now: float) -> float:
         """Return the seconds until an unmet request is published again."""
-        if now - self._began >= _GROWTH_AFTER and not self._is_needed():
+        if now - self._began >= _GROWTH_AFTER and not self.is_needed():
             return _REPUBLISH_FOR_GROWTH
         return _REPUBLISH_WITH_SET if self.auction.held else REPUBLISH
 
@@ -297,7 +296,7 @@ class Allocator:
         for role_request in self.auction.open_requests:
             for _ in range(self._requests_at_once(role_request)):
                 request = make_request(role_request, window)
-                self._requests[role_request.role] = request
+                self.requests[role_request.role] = request
                 self.auction.register_request(request.id, role_request.role)
                 about: instrumentation.Attributes = {"hypha.role": role_request.role, "hypha.bid": role_request.bid}
                 with instrumentation.span("advertise", about, kind=instrumentation.SpanKind.PRODUCER):

@@ -6,9 +6,8 @@ The I/O around `shortage`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
@@ -28,6 +27,9 @@ from hypha_scheduler.allocation.shortage import (
     hint_for_unlisted,
     may_become_suitable,
 )
+
+if TYPE_CHECKING:
+    from hypha_scheduler.allocation.allocator import Allocator
 
 _log = logging.getLogger(__name__)
 
@@ -63,23 +65,15 @@ def all_candidates(endpoint: Endpoint) -> list[PeerId] | None:
 class ShortageReport:
     """Why roles of one search lack workers."""
 
+    allocator: Allocator
+    """The search."""
     endpoint: Endpoint
     auction: Auction
-    requests: Mapping[str, WorkerRequest]
-    """The last request that was published for each role."""
-    on_shortage: Callable[[Shortage], None]
-    """Called with what is logged or part of an error message."""
-    demand: Sequence[RoleRequest]
-    """What the job wants in all."""
-    holding: Mapping[str, int]
-    """Number of leases of each role that the job has from earlier searches."""
-    is_needed: Callable[[], bool]
-    """Returns whether the job waits for the search."""
 
     @property
     def is_below_minimum(self) -> bool:
         """Whether the job holds less than its minimum of a role."""
-        return any(self._leases(request).needed for request in self.demand)
+        return any(self._leases(request).needed for request in self.allocator.demand)
 
     async def watch(self) -> None:
         """Report why workers are missing when it changes, and regularly while the job waits, until cancelled."""
@@ -90,8 +84,8 @@ class ShortageReport:
                 if self._is_news(shortage, reported.get(shortage.role)):
                     reported[shortage.role] = (shortage, anyio.current_time())
                     _log.info("waiting for workers: %s: %s", shortage.role, shortage)
-                    self.on_shortage(shortage)
-            await anyio.sleep(REPORT_INTERVAL if self.is_needed() else GROWTH_INTERVAL)
+                    self.allocator.on_shortage(shortage)
+            await anyio.sleep(REPORT_INTERVAL if self.allocator.is_needed() else GROWTH_INTERVAL)
 
     def _is_news(self, shortage: Shortage, last: tuple[Shortage, float] | None) -> bool:
         """Return whether to report a shortage after the one that was reported last, and when.
@@ -100,15 +94,15 @@ class ShortageReport:
         """
         if last is None or shortage.counts != last[0].counts or shortage.largest != last[0].largest:
             return True
-        return self.is_needed() and anyio.current_time() >= last[1] + REPEAT_INTERVAL
+        return self.allocator.is_needed() and anyio.current_time() >= last[1] + REPEAT_INTERVAL
 
     def _leases(self, request: RoleRequest) -> LeaseCount:
         found = sum(offer.role == request.role for offer in self.auction.held)
-        return LeaseCount(self.holding.get(request.role, 0) + found, request.count, request.minimum)
+        return LeaseCount(self.allocator.holding.get(request.role, 0) + found, request.count, request.minimum)
 
     async def explain(self, timeout: float) -> str:
         """Describe for the job's owner why not enough workers were found within `timeout` seconds."""
-        counts = [(request.role, self._leases(request)) for request in self.demand]
+        counts = [(request.role, self._leases(request)) for request in self.allocator.demand]
         found = ", ".join(f"{count.held} of {count.wanted} for {role}" for role, count in counts)
         first = f"not enough workers within {timeout:g} s: {found}"
         if not self.endpoint.topic_peers(WORKER_REQUESTS.name):
@@ -116,7 +110,7 @@ class ShortageReport:
         answers = await self._ask()
         lines = [first]
         for shortage in self._count(answers):
-            self.on_shortage(shortage)
+            self.allocator.on_shortage(shortage)
             lines.append(f"{shortage.role}: {shortage}")
         lines += describe_peers(answers, self._held())
         lines += [hint_for_unlisted(request.role, request.bid) for request in self.auction.open_requests]
@@ -145,7 +139,7 @@ class ShortageReport:
         """Add `peer` to `contended` if it is a worker that others may hold."""
         try:
             for role_request in self.auction.open_requests:
-                question = WhyNot(request=self.requests[role_request.role])
+                question = WhyNot(request=self.allocator.requests[role_request.role])
                 answer = await rpc.call(self.endpoint, peer, WHY_NOT, question, timeout=_CONTENTION_TIMEOUT)
                 if may_become_suitable(answer.rejections):
                     contended.append(peer)
@@ -158,7 +152,7 @@ class ShortageReport:
         return {offer.peer: offer.role for offer in self.auction.held}
 
     def _count(self, answers: Answers) -> list[Shortage]:
-        held, demand = self._held(), {request.role: request for request in self.demand}
+        held, demand = self._held(), {request.role: request for request in self.allocator.demand}
         return [
             replace(
                 count_reasons(request.role, request.spec.resources, answers, held),
@@ -171,7 +165,7 @@ class ShortageReport:
         """Ask workers about the open requests; return their answers, and why offers were rejected here."""
         answers: dict[tuple[PeerId, str], tuple[Rejection, ...]] = {}
         open_roles = {request.role for request in self.auction.open_requests}
-        requests = {role: request for role, request in self.requests.items() if role in open_roles}
+        requests = {role: request for role, request in self.allocator.requests.items() if role in open_roles}
         async with anyio.create_task_group() as tasks:
             for peer in await self._find_peers() if requests else ():
                 for role, request in requests.items():
