@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -246,9 +247,9 @@ def test_a_job_of_tasks_serves_private_files_without_its_token(hub: Hub, tmp_pat
 
     async def open_job(interrupted: bool) -> None:
         async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
-            context = RunnerContext(
-                JobHost(endpoint, tmp_path), JobTable(type="any"), uuid.UUID(int=5), tmp_path, tasks, lambda *_: None
-            )
+            about = {"job": JobTable(type="any"), "job_id": uuid.UUID(int=5), "directory": tmp_path, "tasks": tasks}
+            runner: Any = SimpleNamespace(host=JobHost(endpoint, tmp_path), **about)
+            context = RunnerContext(runner)
             with suppress(InterruptedError):
                 async with TasksStrategy().open(job, context, ()) as operator:
                     assert isinstance(operator, TasksOperator)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
@@ -111,7 +112,9 @@ def open_source_dataset(folder: Path, source: dict[str, Any], check: Callable[[R
         async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
             access = source_access(LOOPBACK, S3Settings())
             host = JobHost(endpoint, folder, access=access)
-            context = RunnerContext(host, JobTable(type="any"), uuid.UUID(int=5), folder, tasks, lambda *_: None)
+            job, job_id = JobTable(type="any"), uuid.UUID(int=5)
+            runner: Any = SimpleNamespace(host=host, job=job, job_id=job_id, directory=folder, tasks=tasks)
+            context = RunnerContext(runner)
             try:
                 dataset = await context.open_dataset(DatasetTable.model_validate(source), timeout=1)
             except JobFailedError as error:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import anyio.abc
 import anyio.to_thread
 
 from hypha_net.endpoint import Endpoint
@@ -32,12 +32,7 @@ from hypha_scheduler.jobs.artifacts import (
     download_repository,
     served_copy,
 )
-from hypha_scheduler.jobs.config import (
-    MODEL_COMMAND,
-    ArtifactTable,
-    DatasetTable,
-    JobTable,
-)
+from hypha_scheduler.jobs.config import MODEL_COMMAND, ArtifactTable, DatasetTable
 from hypha_scheduler.jobs.events import EndRecorder
 from hypha_scheduler.jobs.output_download import download_output
 from hypha_scheduler.jobs.resource_locations import gone, locate_slices
@@ -45,6 +40,9 @@ from hypha_scheduler.jobs.source_download import SourceAccess, SourceDownloads, 
 from hypha_scheduler.jobs.source_tables import S3Table
 from hypha_scheduler.metrics.status_bridge import StatusBridge
 from hypha_scheduler.strategies.base import SliceToUse
+
+if TYPE_CHECKING:
+    from hypha_scheduler.jobs.runner import JobRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +61,17 @@ class JobHost:
     ends: EndRecorder = field(default_factory=EndRecorder)
     """Records the ends of jobs, also after they have ended: its `run` runs in the background."""
 
+    @property
+    def downloads(self) -> SourceDownloads:
+        """Fetches what `s3`, `uri` and `dht` of a job name."""
+        return SourceDownloads(self.endpoint, self.access)
+
 
 @dataclass(slots=True)
 class RunnerContext:
     """`strategies.base.JobContext` of one job, and what the runner serves from it."""
 
-    host: JobHost
-    job: JobTable
-    job_id: uuid.UUID
-    directory: Path
-    tasks: anyio.abc.TaskGroup
-    """Task group of the job."""
-    on_notice: Callable[[str, object], None]
-    """Called with what background work observed."""
+    runner: JobRunner
     first_attempt: int = 0
     """Number of the first attempt at a task in this run."""
     _datasets: dict[str, tuple[DatasetView, Providers]] = field(default_factory=dict)
@@ -84,9 +80,19 @@ class RunnerContext:
     _served_copies: list[Path] = field(default_factory=list)
 
     @property
+    def job_id(self) -> uuid.UUID:
+        """Id of the job."""
+        return self.runner.job_id
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the job's files."""
+        return self.runner.directory
+
+    @property
     def scheduler(self) -> PeerId:
         """This scheduler."""
-        return self.host.endpoint.peer_id
+        return self.runner.host.endpoint.peer_id
 
     def reaches(self, dataset: str) -> bool:
         """Return whether a data node of an opened dataset is connected."""
@@ -106,11 +112,11 @@ class RunnerContext:
             dataset = await self._serve_dataset(source, path)
         else:
             name = source if isinstance(source, str) else str(source.dataset)
-            dataset = await open_dataset(self.host.endpoint, name, path, timeout=timeout)
-        if faults := self.job.dataset_faults(dataset):
+            dataset = await open_dataset(self.runner.host.endpoint, name, path, timeout=timeout)
+        if faults := self.runner.job.dataset_faults(dataset):
             raise JobFailedError("\n".join(faults))
-        providers = Providers(self.host.endpoint, dataset.name, dataset.pinned, dataset.provider)
-        self.tasks.start_soon(providers.watch)
+        providers = Providers(self.runner.host.endpoint, dataset.name, dataset.pinned, dataset.provider)
+        self.runner.tasks.start_soon(providers.watch)
         self._datasets[dataset.name] = (dataset, providers)
         return dataset
 
@@ -122,7 +128,7 @@ class RunnerContext:
             if table.repository is not None:
                 await download_repository("dataset", table, folder)
             else:
-                await SourceDownloads(self.host.endpoint, self.host.access).fetch("dataset", table, folder)
+                await self.runner.host.downloads.fetch("dataset", table, folder)
         try:
             dataset, files = await anyio.to_thread.run_sync(open_folder, folder, name, self.scheduler, manifest)
         except (DecodeError, ValueError, OSError) as error:
@@ -139,7 +145,7 @@ class RunnerContext:
                 has more bytes than the disk has room for.
             OSError: it cannot be stored.
         """
-        return await download_output(self.host.endpoint, output, holder, target)
+        return await download_output(self.runner.host.endpoint, output, holder, target)
 
     async def prepare_artifact(
         self, table: ArtifactTable, name: str, copy: Path, *, unchanged: bool = False
@@ -156,8 +162,8 @@ class RunnerContext:
             JobFailedError: it does not exist or has no usable files.
         """
         self._served_copies.append(served_copy(copy))
-        downloads = SourceDownloads(self.host.endpoint, self.host.access)
-        copies = ArtifactCopies(self.job_id, self.scheduler, downloads, self.host.model_command)
+        host = self.runner.host
+        copies = ArtifactCopies(self.job_id, self.scheduler, host.downloads, host.model_command)
         artifact = await copies.open(table, name, copy, unchanged=unchanged)
         self._artifacts[artifact_dataset(self.job_id, name)] = artifact
         return artifact
@@ -168,11 +174,11 @@ class RunnerContext:
         Raises:
             JobFailedError: this scheduler has no keys.
         """
-        return await presign(self.host.access, table)
+        return await presign(self.runner.host.access, table)
 
     def notify(self, name: str, message: object = None) -> None:
         """Deliver what background work observed to `Operator.on_message`, with no source."""
-        self.on_notice(name, message)
+        self.runner.on_notice(name, message)
 
     # ------------------------------------------------------------------------------------------------- for the runner
 

@@ -192,7 +192,7 @@ class JobRunner:
     _changed: anyio.Event = field(default_factory=anyio.Event)
     _waiting: Counter[PeerId] = field(default_factory=Counter)
     trace: str | None = None
-    _tasks: anyio.abc.TaskGroup = field(init=False)
+    tasks: anyio.abc.TaskGroup = field(init=False)
     events: JobEvents = field(init=False)
     _accounts: LeaseAccounts = field(init=False)
     effects: EffectQueue = field(init=False)
@@ -251,7 +251,7 @@ class JobRunner:
             self._strategy_scope.cancel()
             return
         self._tell(self._command_cancel, anyio.current_time())
-        self._tasks.start_soon(self._end_cancelled)
+        self.tasks.start_soon(self._end_cancelled)
 
     def _command_cancel(self, now: float) -> Effects:
         try:
@@ -344,9 +344,9 @@ class JobRunner:
         failure: JobFailedError | None = None
         result = self.directory / "result.json"
         self.trace = instrumentation.current_traceparent()
-        async with anyio.create_task_group() as self._tasks:
+        async with anyio.create_task_group() as self.tasks:
             self._prepare()
-            self._tasks.start_soon(self._keep_accounts)
+            self.tasks.start_soon(self._keep_accounts)
             try:
                 with self._strategy_scope:
                     await self._run_strategy(result)
@@ -361,7 +361,7 @@ class JobRunner:
                 await self._give_leases_back()
                 self._accounts.close()
                 self._context.remove_served_copies()  # also when the job is cancelled, so not in a thread
-            self._tasks.cancel_scope.cancel()
+            self.tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
         if self._strategy_scope.cancelled_caught:
@@ -386,19 +386,11 @@ class JobRunner:
         epoch = time.time() - anyio.current_time()
         self._accounts = LeaseAccounts(self.directory, lambda: epoch + anyio.current_time())
         runs = sum(record.get("record") in ("accepted", "resumed") for record in self._earlier)
-        self._context = RunnerContext(
-            self.host,
-            self.job,
-            self.job_id,
-            self.directory,
-            self._tasks,
-            self._on_notice,
-            runs * _ATTEMPTS_PER_RUN,
-        )
+        self._context = RunnerContext(self, runs * _ATTEMPTS_PER_RUN)
         self.effects = EffectQueue(
             self.events.journal, self._carry_out, self.on_file_error, self._on_disk_full, self._on_room
         )
-        self.pool = LeasePool(self, self.host.endpoint, self._tasks)
+        self.pool = LeasePool(self, self.host.endpoint, self.tasks)
         self._lifecycle = TaskLifecycle(self, self.attempts, self.task_streams, self.pool)
 
     def on_lease_held(self, lease: Lease) -> None:
@@ -420,7 +412,7 @@ class JobRunner:
         if not self.is_resumed and (lacking := self.job.missing_files()):  # a resumed job may have copies
             raise JobFailedError("\n".join(lacking))
         if self.is_taken_up:  # at once: the workers hold the leases for a limited time
-            self._tasks.start_soon(self._renew_orphaned)
+            self.tasks.start_soon(self._renew_orphaned)
         try:
             async with self.strategy.open(self.job, self._context, self._earlier) as operator:
                 await self._run_operator(operator)
@@ -438,18 +430,18 @@ class JobRunner:
         if self.is_resumed:
             self.events.resumed(adopted)  # only now: a job that its strategy does not resume stays as it is
         self._operator = operator
-        self._tasks.start_soon(self.effects.run)
+        self.tasks.start_soon(self.effects.run)
         if not self.is_taken_up:
-            self._tasks.start_soon(self.pool.renew)
-        self._tasks.start_soon(self._watch_deadlines)
+            self.tasks.start_soon(self.pool.renew)
+        self.tasks.start_soon(self._watch_deadlines)
         if self.job.orphan_grace_seconds > 0:
-            self._tasks.start_soon(self._mark_alive)
+            self.tasks.start_soon(self._mark_alive)
         now = anyio.current_time()
         # with its tasks, before it is asked for the leases that it wants
         self._tell(lambda: operator.on_start(now) + (operator.on_tasks_adopted(adopted, now) if adopted else ()))
         self.begun.set()
         for name, message in self._early_notices:
-            self._on_notice(name, message)
+            self.on_notice(name, message)
         self._settle()
         await self._ended.wait()
         self.is_closed = True
@@ -460,7 +452,7 @@ class JobRunner:
 
     async def _renew_orphaned(self) -> None:
         """Renew the leases of the earlier run's tasks; release those on which no task has begun."""
-        self._tasks.start_soon(self.pool.renew)
+        self.tasks.start_soon(self.pool.renew)
         self.pool.drop_unknown(self._orphaned.idle, "the scheduler was started again")
         await renew_orphaned(self.host.endpoint, self._orphaned.tasks.values(), self.pool.take_back)
         self._leases_back.set()
@@ -574,7 +566,8 @@ class JobRunner:
         self._changed.set()
         self._changed = anyio.Event()
 
-    def _on_notice(self, name: str, message: object) -> None:
+    def on_notice(self, name: str, message: object) -> None:
+        """Tell the operator what background work has observed."""
         if self._operator is None:
             self._early_notices.append((name, message))
             return
@@ -615,9 +608,9 @@ class JobRunner:
             case SendCommand():
                 self._lifecycle.send_command(effect)
             case SendMessage():
-                self._tasks.start_soon(self._send, effect)
+                self.tasks.start_soon(self._send, effect)
             case RunInBackground():
-                self._tasks.start_soon(self._run_in_background, effect)
+                self.tasks.start_soon(self._run_in_background, effect)
             case EndJob(failure):
                 self._end(failure)
             case _:
@@ -681,7 +674,7 @@ class JobRunner:
     def start_background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a background task on behalf of a request, unless the job has ended."""
         if not self.is_closed:
-            self._tasks.start_soon(task)
+            self.tasks.start_soon(task)
 
     # ---------------------------------------------------------------------------------------------------------- leases
 
