@@ -17,6 +17,7 @@ from typing import Any
 from blake3 import blake3
 
 from hypha_net.errors import TransferRefusedError
+from hypha_net.transfer import PullSource
 from hypha_proto.codec import to_json
 from hypha_proto.datasets import JSONL, Manifest, SliceEntry
 from hypha_proto.ids import PeerId
@@ -112,8 +113,7 @@ class FakeContext:
     async def prepare_artifact(self, table: Any, name: str, copy: Path) -> Artifact:
         where = SliceAddress(dataset=f"{self.job_id}/{name}", index=0)
         reference = PeersReference(peers=(SCHEDULER,), strategy=One(), resource=where, filenames=("model.safetensors",))
-        file = type("File", (), {"name": "model.safetensors", "offered": type("Offered", (), {"digest": self.model})})
-        return Artifact(reference, (file,))  # type: ignore[arg-type]
+        return Artifact(reference, (PullSource(copy, self.model),))
 
     def notify(self, name: str, message: object = None) -> None:
         self.notices.append((name, message))

@@ -16,7 +16,7 @@ from support.stored_model import write_model
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import Nesterov
+from hypha_proto.job_spec import Nesterov, PeersReference
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
 from hypha_proto.transfer import PullRequest
 from hypha_proto.update_file import UpdateMetadata, write_update
@@ -69,11 +69,12 @@ async def created(copy: Path, model: StartModelTable, command: tuple[str, ...]) 
     copy.parent.mkdir(exist_ok=True)
     start = await ArtifactCopies(JOB, PEER, command=command).open(model, "model", copy, unchanged=True)
     found = {}
-    for index, file in enumerate(start.files):
+    assert isinstance(start.reference, PeersReference)
+    for index, name in enumerate(start.reference.filenames):
         offered = start.resolve(PullRequest(dataset="", index=index))
         assert isinstance(offered, PullSource)
         assert isinstance(offered.source, Path)
-        found[file.name] = await anyio.Path(offered.source).read_bytes()
+        found[name] = await anyio.Path(offered.source).read_bytes()
     return found
 
 

@@ -39,19 +39,12 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ArtifactFile:
-    """File that this scheduler serves."""
-
-    name: str
-    offered: PullSource
-
-
-@dataclass(frozen=True, slots=True)
 class Artifact:
     """Model or preprocessor: a reference for executors, and the files if this scheduler serves them."""
 
     reference: Reference
-    files: tuple[ArtifactFile, ...] = ()
+    files: tuple[PullSource, ...] = ()
+    """Their names are those of the reference."""
     origin: HuggingFaceReference | None = None
     """Repository and commit of `files`, without a token, if they are from a hub."""
 
@@ -59,7 +52,7 @@ class Artifact:
         """Return the requested file, or a refusal."""
         if request.index >= len(self.files):
             return Refusal(reason=f"there are {len(self.files)} files, none with index {request.index}")
-        return self.files[request.index].offered
+        return self.files[request.index]
 
 
 def artifact_dataset(job_id: uuid.UUID, name: str) -> str:
@@ -177,7 +170,7 @@ class ArtifactCopies:
     async def _serve(
         self, name: str, folder: Path, names: Sequence[str], origin: HuggingFaceReference | None
     ) -> Artifact:
-        files = [ArtifactFile(file, PullSource(folder / file, (await describe(folder / file))[1])) for file in names]
+        files = [PullSource(folder / file, (await describe(folder / file))[1]) for file in names]
         resource = SliceAddress(dataset=artifact_dataset(self.job_id, name), index=0)
         reference = PeersReference(peers=(self.scheduler,), strategy=One(), resource=resource, filenames=tuple(names))
         return Artifact(reference, tuple(files), None if origin is None else replace(origin, token=None))

@@ -27,7 +27,6 @@ from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import (
     Artifact,
     ArtifactCopies,
-    ArtifactFile,
     artifact_dataset,
     download_repository,
     served_copy,
@@ -133,8 +132,7 @@ class RunnerContext:
             dataset, files = await anyio.to_thread.run_sync(open_folder, folder, name, self.scheduler, manifest)
         except (DecodeError, ValueError, OSError) as error:
             raise JobFailedError(f"dataset.{table.source}: {table.shown} holds no dataset: {error}") from None
-        slices = (ArtifactFile(file.name, PullSource(file)) for file in files)
-        self._artifacts[name] = Artifact(PeersReference((self.scheduler,), One()), tuple(slices))
+        self._artifacts[name] = Artifact(PeersReference((self.scheduler,), One()), tuple(map(PullSource, files)))
         return dataset
 
     async def fetch_output(self, output: StoredOutput, holder: PeerId, target: Path) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hypha_net.redaction import redact_urls
-from hypha_proto.job_spec import HuggingFaceReference, UriReference
+from hypha_proto.job_spec import HuggingFaceReference, PeersReference, UriReference
 from hypha_proto.texts import quote
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.strategies.base import Artifact
@@ -40,7 +40,8 @@ def describe_artifact(artifact: Artifact) -> dict[str, Any]:
         return {"repository": reference.repository, "revision": reference.revision, "files": files}
     if isinstance(reference, UriReference):
         return {"uri": redact_urls(reference.value)}  # a presigned URL has another signature after each start
-    return {"files": {file.name: file.offered.digest for file in artifact.files}}
+    assert isinstance(reference, PeersReference)
+    return {"files": {name: file.digest for name, file in zip(reference.filenames or (), artifact.files, strict=True)}}
 
 
 def restore(journal: Iterable[Mapping[str, Any]]) -> RestoredInference:
