@@ -28,7 +28,7 @@ from support.numpy_executor import Weights, read_weights, step
 
 
 class NumpyTrainee:
-    """Implements `Trainee`; the executor keeps nothing from round to round but the weights."""
+    """Stands for a `TorchTrainee`; the executor keeps nothing from round to round but the weights."""
 
     def __init__(self, weights: Weights, slices: Mapping[int, Path]) -> None:
         self.weights, self.slices = weights, slices

@@ -22,7 +22,7 @@ from hypha.accelerate_executor.data.row_tokenizer import RowTokenizer
 from hypha.accelerate_executor.data.samples import open_samples
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha.accelerate_executor.modeling.create import create_model
-from hypha.accelerate_executor.modeling.evaluation import measure
+from hypha.accelerate_executor.modeling.evaluation import Subject
 from hypha.accelerate_executor.modeling.hf import load_model
 from hypha_proto.job_spec import TextRows
 
@@ -398,7 +398,7 @@ def test_evaluation_counts_completions_alone(writer: Path, words: Any, tmp_path:
     path, module = write_rows(tmp_path / "r.jsonl", sums(5)), load_model("causal-lm", writer)
     tokenize = RowTokenizer(words, ASKED, module)
     inputs = ModelInputs("causal-lm", (), module, preprocessed=True)
-    found = measure(module, inputs, [path], 2, torch.device("cpu"), tokenize)
+    found = Subject(module, inputs, torch.device("cpu"), tokenize).measure([path], 2)
     tensors = {name: torch.from_numpy(value) for name, value in tokenize(read(path)).items()}
     with torch.inference_mode():
         expected = module.eval()(**tensors).loss

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     import torch
 
     from hypha.accelerate_executor.data.preprocess import BatchPreprocessor
-    from hypha.accelerate_executor.predict.computation import RowComputation
+    from hypha.accelerate_executor.predict.classifier import Classifier
+    from hypha.accelerate_executor.predict.generator import Generator
 
 logger = logging.getLogger("hypha.accelerate_executor.inference")
 
@@ -91,7 +92,7 @@ def _run(options: argparse.Namespace, started: float) -> None:
     logger.info("done: %d slices, %d rows, %d errors", done.slices, done.rows, done.errors)
 
 
-def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> RowComputation:
+def _load(task: InferenceTask, work_dir: Path, options: argparse.Namespace) -> Classifier | Generator:
     """Load the model and what prepares its inputs.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,28 +23,6 @@ _JSON_SUFFIX: Final = ".jsonl"
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Samples(Protocol):
-    """Samples of one file, numbered from 0."""
-
-    @property
-    def count(self) -> int:
-        """Return their number."""
-        ...
-
-    def read(self, rows: NDArray[np.int64], raw: Collection[str] = ()) -> Arrays:
-        """Return columns of some samples, stacked.
-
-        Args:
-            rows: numbers of the samples.
-            raw: tensors whose integers stay as they are stored: inputs of a preprocessor.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
 def missing_column(column: str, present: Collection[str]) -> RowError:
     """Return the error of a row that lacks a column."""
     return RowError("missing-column", f"there is no column {column!r}, only {', '.join(sorted(present))}")
@@ -55,7 +33,7 @@ def is_json(path: Path) -> bool:
     return path.suffix == _JSON_SUFFIX
 
 
-def open_samples(path: Path) -> Samples:
+def open_samples(path: Path) -> TensorSamples | JsonSamples:
     """Open a slice.
 
     Raises:
@@ -86,7 +64,12 @@ class TensorSamples:
         self.count = count
 
     def read(self, rows: NDArray[np.int64], raw: Collection[str] = ()) -> Arrays:
-        """Return all tensors: floats as float32, integers as int64, or float32 for images and sound."""
+        """Return some samples of all tensors: floats as float32, integers as int64, or float32 for images and sound.
+
+        Args:
+            rows: numbers of the samples, from 0.
+            raw: tensors whose integers stay as they are stored: inputs of a preprocessor.
+        """
         return {name: self.read_tensor(name, rows, name in raw) for name in self.file.tensors}
 
     def read_tensor(self, name: str, rows: NDArray[np.int64], raw: bool = False) -> NDArray[Any]:

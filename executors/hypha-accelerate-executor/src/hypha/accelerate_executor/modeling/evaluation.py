@@ -76,8 +76,8 @@ def evaluate(
     try:
         files = _data_files(data)
         process = None if preprocessor is None else _find_preprocessor(preprocessor, files[0], module)
-        raw = () if process is None else process.columns
-        return measure(module, inputs, files, batch_size, cpu, process, raw)
+        raw = frozenset(() if process is None else process.columns)
+        return Subject(module, inputs, cpu, process, raw).measure(files, batch_size)
     except DataError as error:
         raise DataError(f"--data {error}") from None
 
@@ -117,8 +117,30 @@ class Subject:
     """Whether a copy of the module works as it does: not if its layers are distributed over devices."""
 
     def measure(self, files: Sequence[Path], batch_size: int, limit: int | None = None) -> EvaluatedModel:
-        """Evaluate the module on files; see `measure`."""
-        return measure(self.module, self.inputs, files, batch_size, self.place, self.preprocess, self.raw, limit)
+        """Evaluate the module on files; its training mode is restored.
+
+        Args:
+            files: slices.
+            batch_size: samples per batch.
+            limit: number of batches to take from each file; None for all.
+
+        Raises:
+            DataError: a file is malformed.
+        """
+        sums, training = _Totals(), self.module.training
+        self.module.eval()
+        try:
+            with torch.inference_mode():
+                for path in files:
+                    with closing(open_samples(path)) as file:
+                        samples = file.count if limit is None else min(file.count, limit * batch_size)
+                        for begin in range(0, samples, batch_size):
+                            arrays = file.read(np.arange(begin, min(samples, begin + batch_size)), self.raw)
+                            sums.add(self, self.preprocess(arrays) if self.preprocess else arrays)
+                        sums.samples += samples
+        finally:
+            self.module.train(training)
+        return sums.evaluation()
 
     def copy(self) -> Subject | None:
         """Return a copy of the module with its present weights; None if there can be none or no memory for it."""
@@ -154,47 +176,6 @@ def _generator_states(place: torch.device) -> tuple[object, ...]:
     return tuple(states)
 
 
-def measure(
-    module: torch.nn.Module,
-    inputs: ModelInputs,
-    files: Sequence[Path],
-    batch_size: int,
-    place: torch.device,
-    preprocess: Callable[[Arrays], Arrays] | None = None,
-    raw: Collection[str] = (),
-    limit: int | None = None,
-) -> EvaluatedModel:
-    """Evaluate a loaded model; its training mode is restored.
-
-    Args:
-        module: the model, on the device `place`.
-        inputs: maps the tensors of a file to arguments.
-        files: slices.
-        batch_size: samples per batch.
-        place: device of the model.
-        preprocess: applied to the tensors first.
-        raw: tensors whose integers are kept as stored: inputs of `preprocess`.
-        limit: number of batches to take from each file; None for all.
-
-    Raises:
-        DataError: a file is malformed.
-    """
-    sums, training = _Totals(), module.training
-    module.eval()
-    try:
-        with torch.inference_mode():
-            for path in files:
-                with closing(open_samples(path)) as file:
-                    samples = file.count if limit is None else min(file.count, limit * batch_size)
-                    for begin in range(0, samples, batch_size):
-                        arrays = file.read(np.arange(begin, min(samples, begin + batch_size)), raw)
-                        sums.add(module, inputs, preprocess(arrays) if preprocess else arrays, place)
-                    sums.samples += samples
-    finally:
-        module.train(training)
-    return sums.evaluation()
-
-
 @dataclass(slots=True)
 class _Totals:
     """Running totals."""
@@ -206,12 +187,13 @@ class _Totals:
     samples: int = 0
     compared: bool = True
 
-    def add(self, module: torch.nn.Module, inputs: ModelInputs, arrays: Arrays, place: torch.device) -> None:
-        arguments = inputs(arrays, place)
+    def add(self, subject: Subject, arrays: Arrays) -> None:
+        inputs = subject.inputs
+        arguments = inputs(arrays, subject.place)
         count = count_labels(arguments, inputs.shifted, inputs.ignored_label)
         if not count:
             return  # transformers' loss would be NaN
-        output = module(**arguments)
+        output = subject.module(**arguments)
         logits, labels = getattr(output, "logits", None), arguments.get("labels")
         if labels is not None and logits is not None and logits.shape[:-1] == labels.shape:
             self.right += _count_correct(logits, labels, inputs)

@@ -32,12 +32,17 @@ class PreparedInput:
 
     columns: frozenset[str]
     alike: Hashable
+    """What rows that are computed together have in common."""
     arrays: Arrays | None = None
     """Its values as a batch of one row; None where they are read with those of other rows."""
 
 
 class Classifier:
-    """A model with a classification head."""
+    """A model with a classification head.
+
+    Attributes:
+        rows_at_once: most rows that `compute` takes.
+    """
 
     def __init__(
         self, task: InferenceTask, module: torch.nn.Module, device: torch.device, preprocessor: BatchPreprocessor | None
@@ -53,7 +58,7 @@ class Classifier:
         Raises:
             JobError: an input name stands for no argument of the model.
         """
-        self.rows_at_once: int | None = task.inference.batch_size
+        self.rows_at_once = task.inference.batch_size
         self._kind = task.model.type
         self._module = module
         self._device = device

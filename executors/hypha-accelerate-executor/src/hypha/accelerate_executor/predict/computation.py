@@ -1,4 +1,4 @@
-"""What computes results: prepares one row at a time, and computes several together.
+"""Results of rows, and which rows a model can compute together.
 
 A row's result must not depend on those beside it. Some models ignore the mask of the padding, or the positions of what
 it masks. Two rows computed together and alone show it; where they differ by more than rounding, the rows of a batch
@@ -10,14 +10,11 @@ from __future__ import annotations
 import enum
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
-
-from hypha.accelerate_executor.errors import RowError
-from hypha.accelerate_executor.predict.slices import SliceRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,45 +25,6 @@ class Result:
     """Keys of the result, as JSON."""
     tokens: int = 0
     """Number of generated tokens."""
-
-
-class PreparedRow(Protocol):
-    """A checked row."""
-
-    @property
-    def alike(self) -> Hashable:
-        """Return what rows that are computed together have in common."""
-        ...
-
-
-class RowComputation(Protocol):
-    """A loaded model that computes results.
-
-    Attributes:
-        rows_at_once: most rows that `compute` takes; None means that it divides them itself.
-    """
-
-    rows_at_once: int | None
-
-    def prepare(self, rows: SliceRows, row: int) -> PreparedRow:
-        """Check a row and return what `compute` takes.
-
-        Raises:
-            RowError: the row cannot be computed.
-        """
-        ...
-
-    def compute(
-        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Any]]
-    ) -> Sequence[Result | RowError]:
-        """Compute the results of some rows.
-
-        Args:
-            rows: the slice.
-            slice_index: its index in the dataset.
-            prepared: number of each row, and what `prepare` returned for it.
-        """
-        ...
 
 
 def pick_device() -> torch.device:

@@ -95,7 +95,11 @@ class Prompt:
 
 
 class Generator:
-    """A causal language model with its tokenizer."""
+    """A causal language model with its tokenizer.
+
+    Attributes:
+        rows_at_once: most rows that `compute` takes; None means that it divides them itself.
+    """
 
     def __init__(
         self, task: InferenceTask, module: Any, tokenizer: Any, device: torch.device, engine: str = PADDED

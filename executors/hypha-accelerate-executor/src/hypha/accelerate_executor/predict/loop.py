@@ -12,18 +12,22 @@ import time
 from collections.abc import Hashable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
 from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError, RowError, row_error_of
 from hypha.accelerate_executor.predict.batching import BatchComputer
-from hypha.accelerate_executor.predict.computation import Result, RowComputation
+from hypha.accelerate_executor.predict.computation import Result
 from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
 from hypha.accelerate_executor.predict.slices import SliceRows, open_slice
 from hypha_proto.texts import quote
+
+if TYPE_CHECKING:
+    from hypha.accelerate_executor.predict.classifier import Classifier
+    from hypha.accelerate_executor.predict.generator import Generator
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +68,7 @@ class InferenceLoop:
         self,
         bridge: Bridge,
         task: InferenceTask,
-        computation: RowComputation,
+        computation: Classifier | Generator,
         queue: SliceQueue,
         spans: Spans,
         delay: float = 0.0,

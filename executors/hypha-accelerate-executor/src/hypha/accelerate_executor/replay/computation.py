@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from hypha.accelerate_executor.diloco.round_seed import round_seed
 from hypha.accelerate_executor.errors import ExecutorError
 from hypha_proto.contributions import Contribution
 from hypha_proto.file_digests import digest_file
-from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import Nesterov, TrainConfig
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.outer_step import outer_step
@@ -30,35 +29,14 @@ from hypha_proto.replay_plan import RecordedRound, RecordedUpdate, ReplayPlan
 from hypha_proto.safetensors_io import Float32Array, TensorFile, TensorFileWriter
 from hypha_proto.update_file import UpdateMetadata, open_update
 
+if TYPE_CHECKING:
+    from hypha.accelerate_executor.replay.trainee import TorchTrainee
+
 _BLOCK: Final = 1 << 16
 
 
 class NotProvableError(Exception):
     """An update cannot be computed again from the record; the message says why."""
-
-
-class Trainee(Protocol):
-    """What trains the members of a job, each from the global weights."""
-
-    def configure(self, config: TrainConfig) -> None:
-        """Train with these settings from now on."""
-        ...
-
-    def weights_digest(self) -> str:
-        """Return the digest of the global weights."""
-        ...
-
-    def train(self, peer: PeerId, number: int, stated: Contribution, path: Path) -> None:
-        """Train a round of a member and write its update to `path`; raise `NotProvableError` if that is impossible."""
-        ...
-
-    def forget(self, peer: PeerId) -> None:
-        """Drop the state of a member that trained on something unknown."""
-        ...
-
-    def merge(self, update: Path) -> None:
-        """Add an outer update to the global weights."""
-        ...
 
 
 @dataclass(slots=True)
@@ -100,7 +78,7 @@ class RoundFindings:
 class RoundComputation:
     """Computes the rounds of a plan one after the other."""
 
-    def __init__(self, plan: ReplayPlan, trainee: Trainee, folder: Path) -> None:
+    def __init__(self, plan: ReplayPlan, trainee: TorchTrainee, folder: Path) -> None:
         """Begin before the first round.
 
         Args:

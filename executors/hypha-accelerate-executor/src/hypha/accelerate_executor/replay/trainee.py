@@ -29,7 +29,7 @@ _STATES: Final = "members"
 
 
 class TorchTrainee:
-    """Implements `computation.Trainee` with the model and the training step of a job."""
+    """Trains the members of a job, each from the global weights, with its model and training step."""
 
     def __init__(
         self, config: TrainConfig, files: ModelFiles, slices: Mapping[int, Path], options: OwnerOptions, folder: Path
