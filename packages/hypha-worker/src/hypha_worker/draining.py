@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
@@ -30,20 +31,18 @@ ANNOUNCEMENT_TIMEOUT: Final = 5.0
 """Seconds of one attempt to tell a scheduler."""
 
 
+@dataclass(slots=True)
 class WorkerDrain:
     """The drain of one worker: `request` begins it, `run` returns when it is over."""
 
-    def __init__(
-        self, endpoint: Endpoint, lease_manager: LeaseManager, tasks: TaskSessions, outputs: OutputServer
-    ) -> None:
-        self._endpoint = endpoint
-        self._lease_manager = lease_manager
-        self._tasks = tasks
-        self._outputs = outputs
-        self._time = anyio.CancelScope()
-        self._reason = ""
-        self.requested = anyio.Event()
-        """Set when the drain begins."""
+    endpoint: Endpoint
+    lease_manager: LeaseManager
+    tasks: TaskSessions
+    outputs: OutputServer
+    requested: anyio.Event = field(default_factory=anyio.Event)
+    """Set when the drain begins."""
+    _time: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    _reason: str = ""
 
     @property
     def left(self) -> float:
@@ -53,7 +52,7 @@ class WorkerDrain:
     @property
     def running(self) -> tuple[TaskRun, ...]:
         """Attempts at tasks that still have processes."""
-        return self._tasks.running
+        return self.tasks.running
 
     def request(self, timeout: float, reason: str) -> None:
         """Begin the drain; if it has begun, it may end earlier now, but not later.
@@ -65,7 +64,7 @@ class WorkerDrain:
         self._time.deadline = min(self._time.deadline, anyio.current_time() + timeout)
         if not self.requested.is_set():
             self._reason = reason
-            self._lease_manager.close()
+            self.lease_manager.close()
             self.requested.set()
 
     async def run(self) -> tuple[TaskRun, ...]:
@@ -77,12 +76,12 @@ class WorkerDrain:
         if running := self.running:
             _log.info("draining: %s; %d tasks have %.0f s to end", self._reason, len(running), self.left)
         async with anyio.create_task_group() as tasks:
-            for scheduler, leases in self._lease_manager.held_by_scheduler.items():
+            for scheduler, leases in self.lease_manager.held_by_scheduler.items():
                 tasks.start_soon(self._announce, scheduler, leases)
             with self._time:
-                await self._tasks.wait_until_idle()
+                await self.tasks.wait_until_idle()
                 with anyio.move_on_after(OUTPUT_GRACE):
-                    await self._outputs.wait_until_fetched()
+                    await self.outputs.wait_until_fetched()
             tasks.cancel_scope.cancel()
         for work in self.running:
             _log.warning("%s did not end before the drain was over, and is cancelled", work)
@@ -91,7 +90,7 @@ class WorkerDrain:
     async def _announce(self, scheduler: PeerId, leases: tuple[uuid.UUID, ...]) -> None:
         async def tell() -> None:
             message = Drain(leases=leases, left_ms=int(self.left * 1000), reason=self._reason)
-            await rpc.call(self._endpoint, scheduler, ANNOUNCE_DRAIN, message, timeout=ANNOUNCEMENT_TIMEOUT)
+            await rpc.call(self.endpoint, scheduler, ANNOUNCE_DRAIN, message, timeout=ANNOUNCEMENT_TIMEOUT)
 
         try:
             await retries.REQUEST.retry_unless_refused(f"announcing the drain to {scheduler}", tell)

@@ -128,15 +128,8 @@ async def serve(config: WorkerConfig, node: Node) -> None:
 def _commands(config: WorkerConfig, node: Node, worker: Worker, drain: DrainCommand) -> Mapping[str, Command]:
     """Return what the owner may ask the running worker for."""
     pause = PauseCommands(config.work_dir, worker.lease_manager, worker.check_executors)
-    status = StatusCommand(
-        node.endpoint,
-        worker.lease_manager,
-        worker.draining,
-        worker.history,
-        node.readiness,
-        worker.executor_health,
-        config.work_dir,
-    )
+    health = worker.executor_health
+    status = StatusCommand(worker.draining, worker.history, node.readiness, health, config.work_dir)
     return {
         "drain": drain.run,
         "pause": pause.pause,

@@ -20,7 +20,6 @@ import anyio
 import anyio.to_thread
 from msgspec.structs import asdict
 
-from hypha_net.endpoint import Endpoint
 from hypha_net.node.accounts import time_text
 from hypha_net.node.descriptors import descriptor_limit
 from hypha_net.peer_names import known_name
@@ -54,8 +53,6 @@ _LAST_ANSWERS: Final = 1.0
 class StatusCommand:
     """Tells what the worker does, and why requests get no offer."""
 
-    endpoint: Endpoint
-    leases: LeaseManager
     draining: WorkerDrain
     history: RequestHistory
     readiness: Readiness
@@ -74,7 +71,7 @@ class StatusCommand:
 
     def _describe(self) -> dict[str, Any]:
         """Return the status as JSON values; times are UTC."""
-        endpoint, leases, now = self.endpoint, self.leases, anyio.current_time()
+        endpoint, leases, now = self.draining.endpoint, self.draining.lease_manager, anyio.current_time()
         failures, since_epoch = endpoint.gateway_failures(), time.time() - now
         peers = [
             *(peer for peer in endpoint.gateways().values() if peer is not None),
