@@ -18,7 +18,7 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation.stack import make_stack
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
-from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.logs.run_log import LogFolder
 
@@ -32,14 +32,9 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
     job = work_dir / "hypha-job"
     job.mkdir(mode=0o700, exist_ok=True)
     (job / "given").write_text("by the worker")
-    settings = ExecutorSettings(
-        cmd=sys.executable,
-        args=("-I", "-S", "-c", options["script"], *options["args"]),
-        env=options["env"],
-        network=options["network"],
-        readable=tuple(map(Path, options["readable"])),
-        writable=tuple(map(Path, options["writable"])),
-    )
+    keys = {key: options[key] for key in ("env", "network", "readable", "writable")}
+    command = {"cmd": sys.executable, "args": ["-I", "-S", "-c", options["script"], *options["args"]]}
+    settings = ExecutorSection.model_validate({"class": "train", "name": "x", **command, **keys})
     host = HostSettings(
         job, has_devices=False, logs=LogFolder(job, max_size=1 << 20, keep=1), stack=stack, fork_server=ForkServer()
     )

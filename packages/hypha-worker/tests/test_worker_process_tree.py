@@ -27,7 +27,7 @@ from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
 from hypha_worker.executors.process.process_tree import TOKEN_VARIABLE, is_in_run, terminate_tree
 from hypha_worker.executors.process.spawn import SpawnedProcess, spawn
-from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings
 from hypha_worker.leasing.capacity import Allocation
 from hypha_worker.logs.run_log import LogFolder
 
@@ -221,7 +221,11 @@ class LimitingLayer:
         pass
 
 
-def run(settings: ExecutorSettings, folder: Path, *layers: LimitingLayer) -> None:
+def executor(**keys: object) -> ExecutorSection:
+    return ExecutorSection.model_validate({"class": "train", "name": "x", "cmd": sys.executable, **keys})
+
+
+def run(settings: ExecutorSection, folder: Path, *layers: LimitingLayer) -> None:
     """Run an executor in a folder."""
     host = HostSettings(
         folder, has_devices=False, logs=LogFolder(folder, max_size=1 << 20, keep=1), stack=IsolationStack(layers)
@@ -249,14 +253,14 @@ def run(settings: ExecutorSettings, folder: Path, *layers: LimitingLayer) -> Non
     ],
 )
 def test_ends_that_may_be_a_failed_start(tmp_path: Path, end: str, is_failed_start: bool) -> None:
-    settings = ExecutorSettings(cmd=sys.executable, args=("-I", "-S", "-c", f"import os, sys; {end}"))
+    settings = executor(args=("-I", "-S", "-c", f"import os, sys; {end}"))
     with pytest.raises(ExecutionError) as found:
         run(settings, tmp_path)
     assert isinstance(found.value, ExecutorExitError) == is_failed_start
 
 
 def test_an_exit_that_a_layer_explains_is_no_failed_start(tmp_path: Path) -> None:
-    settings = ExecutorSettings(cmd=sys.executable, args=("-I", "-S", "-c", "import sys; sys.exit(1)"))
+    settings = executor(args=("-I", "-S", "-c", "import sys; sys.exit(1)"))
     with pytest.raises(ExecutorExitError):
         run(settings, tmp_path)
     with pytest.raises(ExecutionError, match="was ended because it used more memory than its lease has") as found:
@@ -279,13 +283,13 @@ def test_memory_is_named_if_the_kernel_has_ended_processes_for_it(
     monkeypatch.setattr("hypha_worker.executors.process.process_runner._VMSTAT", counters)
     args = ("-I", "-S", "-c", KILL_ITSELF, str(counters), counted)
     with pytest.raises(ExecutionError, match=reason):
-        run(ExecutorSettings(cmd=sys.executable, args=args), tmp_path)
+        run(executor(args=args), tmp_path)
 
 
 def test_a_writable_folder_that_cannot_be_created_is_named_with_its_key(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    settings = ExecutorSettings(cmd=sys.executable, writable=(file / "cache",))
+    settings = executor(writable=(file / "cache",))
     with pytest.raises(ExecutionError, match=r"executors\.writable: .*/file/cache cannot be created: Not a directory;"):
         run(settings, tmp_path)
 
@@ -302,7 +306,7 @@ class FullLayer(LimitingLayer):
 
 def test_a_layer_that_cannot_be_prepared_is_named(tmp_path: Path) -> None:
     with pytest.raises(ExecutionError, match=r"the layer .* cannot be prepared: .*No space left on device"):
-        run(ExecutorSettings(sys.executable), tmp_path, FullLayer())
+        run(executor(), tmp_path, FullLayer())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from hypha_proto.commands import CommandAnswer, SetWorkers, TaskCommand
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSettings, RuntimeEntry, check_executor, find_runtime
+from hypha_worker.executors.runtimes import RUNTIMES, ExecutorSection, find_runtime
 from hypha_worker.tasks.execution import Execution, TaskContext
 
 LEAN = """
@@ -40,19 +40,19 @@ def test_an_unknown_runtime_is_refused_with_the_known_ones(make_config: Any, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "job_class", "settings", "told"),
+    ("runtime", "job_class", "keys", "told"),
     [
-        ("process", "train", ExecutorSettings(), "cmd is missing"),
-        ("parameter-server", "aggregate", ExecutorSettings(args=("x",)), "cmd, args and check"),
-        ("process", "aggregate", ExecutorSettings("x"), 'set runtime = "parameter-server"'),
-        ("parameter-server", "train", ExecutorSettings(), 'set runtime = "process"'),
-        ("parameter-server", "inference", ExecutorSettings(), 'of class "inference": set runtime = "process"'),
-        ("process", "inference", ExecutorSettings(), "cmd is missing"),
+        ("process", "train", {}, "cmd is missing"),
+        ("parameter-server", "aggregate", {"args": ["x"]}, "cmd, args and check"),
+        ("process", "aggregate", {"cmd": "x"}, 'set runtime = "parameter-server"'),
+        ("parameter-server", "train", {}, 'set runtime = "process"'),
+        ("parameter-server", "inference", {}, 'of class "inference": set runtime = "process"'),
+        ("process", "inference", {}, "cmd is missing"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(name: str, job_class: Any, settings: ExecutorSettings, told: str) -> None:
+def test_keys_that_do_not_fit_are_refused(runtime: str, job_class: str, keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        check_executor(name, job_class, settings)
+        ExecutorSection.model_validate({"class": job_class, "name": "x", "runtime": runtime, **keys})
 
 
 def test_a_configuration_imports_only_the_table_and_then_its_own_runtimes() -> None:
@@ -79,10 +79,10 @@ class EchoRuntime:
     def suits(self, kind: str) -> bool:
         return kind == "aggregate"
 
-    def check(self, settings: ExecutorSettings) -> None:
+    def check(self, settings: ExecutorSection) -> None:
         pass
 
-    def make_factory(self, _settings: ExecutorSettings, _host: object) -> Any:
+    def make_factory(self, _settings: ExecutorSection, _host: object) -> Any:
         return EchoExecution
 
     async def find_fault(self, settings: Any, host: Any, work_dir: Path) -> str | None:
@@ -97,7 +97,7 @@ def echo_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("hypha_worker.executors.echo.runtime")
     module.RUNTIME = EchoRuntime()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(RUNTIMES, "echo", RuntimeEntry("echo", "answers"))
+    monkeypatch.setitem(RUNTIMES, "echo", "answers")
 
 
 @pytest.mark.usefixtures("echo_runtime")

@@ -9,10 +9,10 @@ from pathlib import Path
 import anyio
 
 from hypha_net.node.checks import Check, check_folder, failed, ok, warning
-from hypha_worker.config import ExecutorSection, WorkerConfig, not_installed
+from hypha_worker.config import WorkerConfig, not_installed
 from hypha_worker.executors.isolation.assessment import assess
 from hypha_worker.executors.isolation.stack import make_stack
-from hypha_worker.executors.runtimes import HostSettings, find_runtime
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings, find_runtime
 from hypha_worker.hardware.detection import free_bytes
 from hypha_worker.hardware.devices import device_nodes
 from hypha_worker.hardware.nvml import read_gpus
@@ -100,7 +100,7 @@ def check_start(number: int, executor: ExecutorSection, config: WorkerConfig) ->
             stack=make_stack(folder, config.private_paths(), config.isolation.disable),
         )
         check = find_runtime(executor.runtime).find_fault
-        fault = anyio.run(check, executor.settings, host, folder, backend="trio")
+        fault = anyio.run(check, executor, host, folder, backend="trio")
     what = f"executors[{number}], {executor.kind}"
     if fault is not None:
         return failed(f"{what}: {fault}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -16,16 +14,9 @@ from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import GIGABYTE, Resources
 from hypha_proto.wire_schema import MAX_PRICE
-from hypha_proto.worker_status import OfferedExecutor
 from hypha_worker.bidding.policy import EvaluationName, OfferPolicy, Strategy
 from hypha_worker.content_cache import ContentCache
-from hypha_worker.executors.runtimes import (
-    RUNTIMES,
-    ExecutorSettings,
-    check_executor,
-    command_not_found,
-    find_runtime,
-)
+from hypha_worker.executors.runtimes import ExecutorSection, command_not_found
 from hypha_worker.leasing.capacity import Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import (
     IDLE_LEASE,
@@ -51,28 +42,13 @@ def _preferred(text: str) -> str:
     return _peer(text) if text.startswith(_PEER_ID_START) else text
 
 
-def _runtime(name: str) -> str:
-    find_runtime(name)
-    return name
-
-
-def _executor_class(name: str) -> str:
-    if not _EXECUTOR_CLASS.fullmatch(name):
-        raise ValueError("no class: use at most 32 lower-case letters, digits and hyphens, beginning with a letter")
-    return name
-
-
 LayerName = Literal["cgroup", "bubblewrap", "own-uid", "landlock", "supervisor", "rlimits"]
 _PEER_ID_START: Final = "12D3Koo"
-_EXECUTOR_CLASS: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
 Limit = Annotated[int, Field(ge=1)] | None
 PeerText = Annotated[str, AfterValidator(_peer)]
 PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
-RuntimeName = Annotated[str, AfterValidator(_runtime)]
-ExecutorName = Annotated[str, Field(min_length=1)]
-ExecutorClassName = Annotated[str, AfterValidator(_executor_class)]
 
 
 class DeviceSection(Section):
@@ -198,88 +174,6 @@ class OfferSection(Section):
         return Quota(self.max_offers, self.max_leases, self.max_jobs)
 
 
-class ExecutorSection(Section):
-    """``[[executors]]``."""
-
-    job_class: ExecutorClassName = Field(
-        alias="class",
-        description="What it runs: train for training, aggregate for the parameter server, inference for batch "
-        "inference; any other name, such as shell, for tasks of jobs that ask for it.",
-    )
-    name: ExecutorName = Field(description="Name by which schedulers ask for it, such as diloco-transformer.")
-    runtime: RuntimeName = Field(
-        default="process",
-        description=" ".join(f"{name}: {entry.summary}." for name, entry in RUNTIMES.items()),
-    )
-    cmd: str | None = Field(default=None, description="The command of a process.")
-    args: list[str] = Field(
-        default=[], description="Its arguments; {SOCKET_PATH}, {WORK_DIR}, {JOB_JSON} and {JOB_FILE} are filled in."
-    )
-    env: dict[str, str] = Field(
-        default={}, description="Environment variables of a process, in addition to those that it gets in any case."
-    )
-    check: list[str] = Field(
-        default=[],
-        description="A command and its arguments that runs in the sandbox before the executor is offered, such as "
-        "python -c 'import torch'; if it fails or takes over 120 s, the executor is not offered.",
-    )
-    network: bool = Field(
-        default=True, description="Whether a process may use the network; it reaches its job bridge in any case."
-    )
-    readable: list[Path] = Field(
-        default=[],
-        description="Files and folders that a process may read, in addition to the system's, its program's and those "
-        "that args and env name by absolute paths.",
-    )
-    writable: list[Path] = Field(
-        default=[], description="Files and folders that a process may also change, such as ~/.cache/uv."
-    )
-
-    sharded: bool = Field(
-        default=False,
-        description="Whether it distributes one model over several GPUs, as with device_map or FSDP. Only then may a "
-        "lease for it have the GPU memory that was requested on several GPUs.",
-    )
-
-    @model_validator(mode="after")
-    def _fits_runtime(self) -> ExecutorSection:
-        check_executor(self.runtime, self.job_class, self.settings)
-        return self
-
-    @property
-    def settings(self) -> ExecutorSettings:
-        """The keys that its runtime interprets."""
-        return ExecutorSettings(
-            self.cmd or "",
-            tuple(self.args),
-            self.env,
-            tuple(self.check),
-            self.network,
-            tuple(path.expanduser().absolute() for path in self.readable),
-            tuple(path.expanduser().absolute() for path in self.writable),
-        )
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether its command, if it has one, is found on the path on which a process of it is sought."""
-        return self.cmd is None or shutil.which(self.cmd, path=self.env.get("PATH")) is not None
-
-    @property
-    def kind(self) -> str:
-        """Its class and name, by which tasks ask for it: ``shell/render``."""
-        return f"{self.job_class}/{self.name}"
-
-    @property
-    def offered(self) -> OfferedExecutor:
-        """What is said of it to schedulers."""
-        return OfferedExecutor(self.job_class, self.name, self.runtime)
-
-    @property
-    def descriptors(self) -> tuple[ExecutorDescriptor, ...]:
-        """The descriptors by which it is requested: with its class and without."""
-        return ExecutorDescriptor(self.job_class, self.name), ExecutorDescriptor("", self.name)
-
-
 def not_installed(number: int, executor: ExecutorSection) -> str:
     """Return that the command of an executor, the table of this number, is not found."""
     return f"executors[{number}], {executor.kind}: its command {command_not_found(str(executor.cmd))}"
@@ -390,9 +284,9 @@ class WorkerConfig(NodeConfig):
     @classmethod
     def _shows_nothing_that_jobs_change(cls, value: list[ExecutorSection]) -> list[ExecutorSection]:
         """Refuse `readable` in a folder where a job may put a link to what it must not see."""
-        writable = [path for executor in value for path in executor.settings.writable]
+        writable = [path for executor in value for path in executor.writable]
         for executor in value:
-            for path in executor.settings.readable:
+            for path in executor.readable:
                 if folder := next((each for each in writable if path.resolve().is_relative_to(each.resolve())), None):
                     raise ValueError(
                         f"readable = {str(path)!r} of executor {executor.kind} lies in {folder}, where jobs write: "
@@ -410,7 +304,7 @@ class WorkerConfig(NodeConfig):
                 "cache.path: the cache has no room: set cache.max_size, or resources.storage, of which it gets a tenth"
             )
         cache = self.cache.path.resolve()
-        writable = [path.resolve() for executor in self.executors for path in executor.settings.writable]
+        writable = [path.resolve() for executor in self.executors for path in executor.writable]
         for folder in (self.work_dir.resolve(), *writable):
             if cache.is_relative_to(folder) or folder.is_relative_to(cache):
                 raise ValueError(

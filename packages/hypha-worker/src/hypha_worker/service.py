@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import anyio
@@ -219,7 +218,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 TaskSessions(host, tasks),
                 OutputServer(endpoint, outputs, lease_manager, tasks),
-                executor_health=tuple(health.values()),
+                executor_health=tuple(health),
             )
             await worker.check_executors()
             worker.listen()
@@ -326,39 +325,39 @@ def _end_left(work_dir: Path, isolation: IsolationStack) -> None:
     isolation.sweep()
 
 
-def _health_by_descriptor(
-    config: WorkerConfig, health: Mapping[str, ExecutorHealth]
-) -> Mapping[ExecutorDescriptor, ExecutorHealth]:
-    """Return the health of each executor by the descriptors that it is requested by; the first of a name counts."""
-    found: dict[ExecutorDescriptor, ExecutorHealth] = {}
-    for executor in config.executors:
-        for descriptor in executor.descriptors:
-            found.setdefault(descriptor, health[executor.kind])
-    return found
-
-
-def make_health(config: WorkerConfig, host: HostSettings) -> Mapping[str, ExecutorHealth]:
-    """Return what checks each executor and counts its failed starts, by ``class/name``; the first of a name counts."""
-    made: dict[str, ExecutorHealth] = {}
+def make_health(config: WorkerConfig, host: HostSettings) -> list[ExecutorHealth]:
+    """Return what checks each of the configured executors, and counts its failed starts."""
+    made = []
     for executor in config.executors:
         find_fault = find_runtime(executor.runtime).find_fault
-        check = partial(find_fault, executor.settings, host, config.work_dir.absolute())
-        made.setdefault(executor.kind, ExecutorHealth(executor.offered, find_fault=check))
+        check = partial(find_fault, executor, host, config.work_dir.absolute())
+        made.append(ExecutorHealth(executor.offered, find_fault=check))
     return made
 
 
+def _health_by_descriptor(
+    config: WorkerConfig, health: Sequence[ExecutorHealth]
+) -> Mapping[ExecutorDescriptor, ExecutorHealth]:
+    """Return the health of each executor by the descriptors that it is requested by; the first of a name counts."""
+    found: dict[ExecutorDescriptor, ExecutorHealth] = {}
+    for executor, own in zip(config.executors, health, strict=True):
+        for descriptor in executor.descriptors:
+            found.setdefault(descriptor, own)
+    return found
+
+
 def make_factories(
-    config: WorkerConfig, host: HostSettings, health: Mapping[str, ExecutorHealth] = MappingProxyType({})
+    config: WorkerConfig, host: HostSettings, health: Sequence[ExecutorHealth]
 ) -> Mapping[str, ExecutionFactory]:
     """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts.
 
     Args:
-        health: what notes how an executor has started, by ``class/name``.
+        health: what notes how each of the configured executors has started.
     """
     made: dict[str, ExecutionFactory] = {}
-    for executor in config.executors:
-        own = replace(host, health=health.get(executor.kind))
-        made[executor.kind] = find_runtime(executor.runtime).make_factory(executor.settings, own)
+    for executor, own in zip(config.executors, health, strict=True):
+        runtime = find_runtime(executor.runtime)
+        made[executor.kind] = runtime.make_factory(executor, replace(host, health=own))
         made.setdefault(executor.name, made[executor.kind])
     return made
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
+    from hypha_worker.executors.runtimes import ExecutorSection, HostSettings, Runtime
     from hypha_worker.tasks.execution import ExecutionFactory
 
 
@@ -21,7 +21,7 @@ class ParameterServerRuntime:
         """See `Runtime.suits`."""
         return kind == "aggregate"
 
-    def check(self, settings: ExecutorSettings) -> None:
+    def check(self, settings: ExecutorSection) -> None:
         """See `Runtime.check`."""
         if settings.cmd or settings.args or settings.check:
             raise ValueError(
@@ -38,13 +38,13 @@ class ParameterServerRuntime:
                 "process: remove them"
             )
 
-    def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
+    def make_factory(self, settings: ExecutorSection, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""
         from hypha_worker.executors.parameter_server.server import ParameterServer
 
         return ParameterServer
 
-    async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
+    async def find_fault(self, settings: ExecutorSection, host: HostSettings, work_dir: Path) -> str | None:
         """See `Runtime.find_fault`: it is built in."""
         return None
 

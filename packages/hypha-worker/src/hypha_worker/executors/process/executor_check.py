@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,7 +17,7 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.isolation.visible_paths import program_paths
 from hypha_worker.executors.process.environment import SOCKET_PATH, WORK_DIR
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
-from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, command_not_found
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings, command_not_found
 from hypha_worker.leasing.capacity import Allocation
 
 CHECK_TIMEOUT: Final = 120.0
@@ -31,7 +30,7 @@ shift
 """
 
 
-async def find_fault(settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
+async def find_fault(settings: ExecutorSection, host: HostSettings, work_dir: Path) -> str | None:
     """Return why an executor cannot start on this machine; None if it can, as far as its check tells.
 
     Args:
@@ -39,16 +38,16 @@ async def find_fault(settings: ExecutorSettings, host: HostSettings, work_dir: P
         host: what all executors share.
         work_dir: where the folder of the check is made, and removed.
     """
-    found = shutil.which(settings.cmd, path=settings.env.get("PATH"))
+    found = settings.find_command()
     if found is None:
-        return f"its command {command_not_found(settings.cmd)}"
+        return f"its command {command_not_found(str(settings.cmd))}"
     program = Path.cwd() / found
-    checked = replace(  # a shell that sees what the executor would see
-        settings,
-        cmd="/bin/sh",
-        args=("-c", _SCRIPT, "sh", str(program), *settings.check),
-        readable=(*settings.readable, *program_paths(program, settings.writable)),
-    )
+    shell = {  # it sees what the executor would see
+        "cmd": "/bin/sh",
+        "args": ["-c", _SCRIPT, "sh", str(program), *settings.check],
+        "readable": [*settings.readable, *program_paths(program, settings.writable)],
+    }
+    checked = settings.model_copy(update=shell)
     make = partial(tempfile.mkdtemp, prefix="hypha-check-", dir=work_dir)
     folder = Path(await anyio.to_thread.run_sync(make))
     try:
@@ -58,7 +57,7 @@ async def find_fault(settings: ExecutorSettings, host: HostSettings, work_dir: P
             await anyio.to_thread.run_sync(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
-async def _run(settings: ExecutorSettings, host: HostSettings, program: Path, folder: Path) -> str | None:
+async def _run(settings: ExecutorSection, host: HostSettings, program: Path, folder: Path) -> str | None:
     socket = folder / "bridge.sock"  # the sandbox shows it, and nobody answers
     socket.touch()
     scope = anyio.CancelScope()

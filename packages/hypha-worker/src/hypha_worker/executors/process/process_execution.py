@@ -34,7 +34,7 @@ from hypha_worker.errors import (
 from hypha_worker.executors.process.environment import make_placeholders
 from hypha_worker.executors.process.idleness import IDLE_LIMIT, wait_until_idle
 from hypha_worker.executors.process.process_runner import ProcessPlace, ProcessRunner
-from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings
 from hypha_worker.logs.run_log import LogFolder
 from hypha_worker.tasks.definition_check import with_paths
 from hypha_worker.tasks.execution import Execution, ExecutionTrace, TaskContext
@@ -44,7 +44,7 @@ from hypha_worker.tasks.spec_references import without_secrets
 class ProcessExecution(Execution):
     """An execution in a separate process."""
 
-    def __init__(self, context: TaskContext, settings: ExecutorSettings, host: HostSettings) -> None:
+    def __init__(self, context: TaskContext, settings: ExecutorSection, host: HostSettings) -> None:
         if context.spec.aggregation is not None:
             raise ExecutionError(f"executor {context.spec.executor} is a process and no parameter server")
         self._context = context

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,7 +47,7 @@ from hypha_worker.executors.process.process_tree import (
     terminate_tree,
 )
 from hypha_worker.executors.process.spawn import SpawnedProcess, signal_status, spawn
-from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings
 from hypha_worker.hardware.devices import visibility_variables
 from hypha_worker.hardware.usage import measure_usage
 from hypha_worker.leasing.capacity import Allocation
@@ -100,7 +99,7 @@ class ProcessPlace:
 class ProcessRunner:
     """One run of an executor's command."""
 
-    def __init__(self, settings: ExecutorSettings, host: HostSettings, place: ProcessPlace) -> None:
+    def __init__(self, settings: ExecutorSection, host: HostSettings, place: ProcessPlace) -> None:
         self._settings = settings
         self._host = host
         self._place = place
@@ -243,12 +242,11 @@ class ProcessRunner:
             storage=place.storage,
             network=settings.network,
             readable=(*settings.readable, *not_yet_shown(found, settings.readable)),
-            writable=settings.writable,
+            writable=tuple(settings.writable),
         )
 
     def _executable(self) -> str:
-        path = self._settings.env.get("PATH", os.environ.get("PATH"))
-        found = shutil.which(self._settings.cmd, path=path)
+        found = self._settings.find_command()
         if found is None:
             raise ExecutorStartError(f"executor command {self._settings.cmd!r} is not found on this worker's PATH")
         return str(Path(found).absolute())

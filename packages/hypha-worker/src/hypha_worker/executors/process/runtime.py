@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hypha_worker.executors.runtimes import ExecutorSettings, HostSettings, Runtime
+    from hypha_worker.executors.runtimes import ExecutorSection, HostSettings, Runtime
     from hypha_worker.tasks.execution import ExecutionFactory
 
 
@@ -22,18 +22,18 @@ class ProcessRuntime:
         """See `Runtime.suits`."""
         return kind != "aggregate"
 
-    def check(self, settings: ExecutorSettings) -> None:
+    def check(self, settings: ExecutorSection) -> None:
         """See `Runtime.check`."""
         if not settings.cmd:
             raise ValueError("cmd is missing: a process needs a command")
 
-    def make_factory(self, settings: ExecutorSettings, host: HostSettings) -> ExecutionFactory:
+    def make_factory(self, settings: ExecutorSection, host: HostSettings) -> ExecutionFactory:
         """See `Runtime.make_factory`."""
         from hypha_worker.executors.process.process_execution import ProcessExecution
 
         return partial(ProcessExecution, settings=settings, host=host)
 
-    async def find_fault(self, settings: ExecutorSettings, host: HostSettings, work_dir: Path) -> str | None:
+    async def find_fault(self, settings: ExecutorSection, host: HostSettings, work_dir: Path) -> str | None:
         """See `Runtime.find_fault`."""
         from hypha_worker.executors.process.executor_check import find_fault
 
