@@ -18,7 +18,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference, Preprocessor, TrainConfig
 from hypha_scheduler.config import SchedulerConfig
 from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
-from hypha_worker.bidding.policy import OfferPolicy
 from hypha_worker.cli import main as worker_main
 from hypha_worker.config import WorkerConfig
 
@@ -108,8 +107,9 @@ def test_the_complete_worker_is_shown_by_the_command_line(tmp_path: Path) -> Non
 def test_resources_and_offer(tmp_path: Path) -> None:
     resources = worker(completed_worker(block("worker:25").text), tmp_path).config.resources
     assert (resources.cpu, resources.memory, resources.storage, resources.gpu) == (16, 64, 500, 24)
-    policy = worker(completed_worker(block("worker:33").text), tmp_path).config.offer.policy()
-    assert policy == OfferPolicy(150.0, 120.0, "whole", "profit", ())
+    offer = worker(completed_worker(block("worker:33").text), tmp_path).config.offer
+    assert (offer.price, offer.floor, offer.is_whole, offer.evaluation) == (150.0, 120.0, True, "profit")
+    assert offer.schedulers == []
 
 
 @pytest.mark.parametrize("name", ["worker:50", "worker-older:123", "worker-older:291"])

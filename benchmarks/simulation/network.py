@@ -29,7 +29,7 @@ from hypha_proto.resources import Resources
 from hypha_scheduler.allocation.leases import HeldLeases
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import OfferSection
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager
 from hypha_worker.service import Worker
@@ -163,7 +163,7 @@ async def open_simulated_worker(endpoint: MemoryEndpoint, capacity: Capacity) ->
         store = OutputStore(Path("/nonexistent"))
         sessions = TaskSessions(TaskHost(endpoint, lease_manager, Path("/nonexistent"), store), tasks)
         outputs = OutputServer(endpoint, store, lease_manager, tasks)
-        arbiter = Arbiter(OfferPolicy(price=PRICE), capabilities)
+        arbiter = Arbiter(OfferSection(price=PRICE), capabilities)
         worker = Worker(endpoint, arbiter, lease_manager, sessions, outputs)
         worker.listen()
         await tasks.start(Bidder(endpoint, worker.arbiter, lease_manager, worker.sweep).run)

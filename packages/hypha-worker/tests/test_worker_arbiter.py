@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypha_proto.leases import REJECTION_CODES, Rejection
 from hypha_proto.offers import REQUEST_BATCH_SIZE, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import OfferSection
 from hypha_worker.bidding.request_batch import DeferredRequests, ReceivedRequest, RequestBatch
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.terms import LeaseUsage, Quota
@@ -37,7 +38,7 @@ def request(
 
 def arbiter(machine: Capacity | None = None, **policy: object) -> Arbiter:
     capacity = machine or Capacity(MACHINE)
-    return Arbiter(OfferPolicy(**policy), Capabilities(capacity, frozenset({TRAIN})))  # type: ignore[arg-type]
+    return Arbiter(OfferSection(**policy), Capabilities(capacity, frozenset({TRAIN})))  # type: ignore[arg-type]
 
 
 def texts(worker: Arbiter, made: WorkerRequest, free: Capacity) -> list[str]:
@@ -83,7 +84,7 @@ def test_whole_offers_nothing_while_a_part_is_leased() -> None:
 
 
 def test_only_listed_schedulers_get_offers() -> None:
-    worker = arbiter(schedulers=(PEERS[1],))
+    worker = arbiter(schedulers=[str(PEERS[1])])
     batch = [received(request(0, cpu=1.0), peer=0), received(request(1, cpu=1.0), peer=1)]
     assert [offer.received_request.scheduler for offer in worker.decide(batch, Capacity(MACHINE), 0.0)] == [PEERS[1]]
     [reason] = worker.rejection_reasons(PEERS[0], batch[0].request, Capacity(MACHINE))
@@ -115,7 +116,7 @@ def test_every_rejection_reason_is_listed_in_words_and_as_a_code() -> None:
         timeout_ms=5000,
         bid=1.0,
     )
-    worker = arbiter(quota=Quota(max_offers=2, max_jobs=1))
+    worker = arbiter(max_offers=2, max_jobs=1)
     left = Capacity(MACHINE).without([Allocation(Resources(memory=20.0))])
     reasons = worker.rejection_reasons(PEERS[0], made, left, LeaseUsage(offers=2, jobs=1))
     assert reasons == (
@@ -174,7 +175,7 @@ def test_a_request_for_thousands_of_executors_gets_a_short_answer() -> None:
 )
 def test_quotas_bound_what_one_scheduler_is_offered(quota: Quota, usage: LeaseUsage, offers: int) -> None:
     batch = [received(request(n, cpu=2.0)) for n in range(6)]
-    worker = arbiter(quota=quota)
+    worker = arbiter(**asdict(quota))
     assert len(worker.decide(batch, Capacity(MACHINE), 0.1, usage={PEERS[0]: usage})) == offers
     assert len(worker.decide(batch, Capacity(MACHINE), 0.1, usage={PEERS[1]: usage})) == min(
         4, quota.max_offers or 4, quota.max_leases or 4
@@ -184,7 +185,7 @@ def test_quotas_bound_what_one_scheduler_is_offered(quota: Quota, usage: LeaseUs
 def test_a_job_gets_defaults_for_what_it_asked_none_of() -> None:
     defaults = Resources(storage=10.0, cpu=1.0, memory=4.0)
     machine = Capacity(Resources(cpu=2.0, memory=8.0, storage=15.0))
-    worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), defaults))
+    worker = Arbiter(OfferSection(), Capabilities(machine, frozenset({TRAIN}), defaults))
 
     def allocate(free: Capacity, **asked: float) -> list[Resources]:
         offers = worker.decide([received(request(**asked))], free, 0.0)  # type: ignore[arg-type]
@@ -203,7 +204,7 @@ def test_a_job_gets_defaults_for_what_it_asked_none_of() -> None:
 
 def test_a_machine_that_lists_no_storage_reserves_none_by_default() -> None:
     machine = Capacity(Resources(cpu=2.0))
-    worker = Arbiter(OfferPolicy(), Capabilities(machine, frozenset({TRAIN}), Resources(storage=10.0)))
+    worker = Arbiter(OfferSection(), Capabilities(machine, frozenset({TRAIN}), Resources(storage=10.0)))
     [offer] = worker.decide([received(request(cpu=1.0))], machine, 0.0)
     assert offer.allocation.resources == Resources(cpu=1.0)
 
@@ -223,13 +224,13 @@ def test_a_requirement_for_one_gpu_is_never_two_smaller_ones() -> None:
 
 def test_an_executor_that_spreads_models_gets_several_gpus() -> None:
     capabilities = Capabilities(TWO_CARDS, frozenset({TRAIN}), sharded=frozenset({TRAIN}))
-    [offer] = Arbiter(OfferPolicy(), capabilities).decide([received(request(cpu=1.0, gpu=40.0))], TWO_CARDS, 0.0)
+    [offer] = Arbiter(OfferSection(), capabilities).decide([received(request(cpu=1.0, gpu=40.0))], TWO_CARDS, 0.0)
     assert offer.allocation.devices == (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0))
 
 
 def test_an_executor_without_the_key_in_a_request_with_several_gets_one_gpu() -> None:
     other = ExecutorDescriptor("train", "other")
-    worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN, other}), sharded=frozenset({other})))
+    worker = Arbiter(OfferSection(), Capabilities(TWO_CARDS, frozenset({TRAIN, other}), sharded=frozenset({other})))
     spec = WorkerSpec(resources=Resources(gpu=40.0), executor=(TRAIN, other))
     made = WorkerRequest(id=uuid.UUID(int=1), spec=spec, timeout_ms=5000, bid=100.0)
     [reason] = worker.rejection_reasons(PEERS[0], made, TWO_CARDS)
@@ -245,7 +246,7 @@ def test_a_larger_gpu_that_is_leased_makes_the_worker_busy() -> None:
 
 @pytest.mark.parametrize(("default", "given"), [(8.0, 24.0), (40.0, 24.0)])
 def test_a_default_of_gpu_memory_is_at_most_one_gpu(default: float, given: float) -> None:
-    worker = Arbiter(OfferPolicy(), Capabilities(TWO_CARDS, frozenset({TRAIN}), Resources(gpu=default)))
+    worker = Arbiter(OfferSection(), Capabilities(TWO_CARDS, frozenset({TRAIN}), Resources(gpu=default)))
     [offer] = worker.decide([received(request(cpu=1.0))], TWO_CARDS, 0.0)
     assert (offer.allocation.resources.gpu, offer.allocation.devices) == (given, (GpuCapacity(0, 24.0),))
 
@@ -289,7 +290,7 @@ def test_offers_of_a_batch_fit_the_machine_and_the_policy(
 ) -> None:
     owned = (GpuCapacity(0, 24.0), GpuCapacity(1, 48.0)) if devices else ()
     machine = Capacity(Resources(cpu=8.0, memory=32.0, gpu=72.0), owned)
-    policy = OfferPolicy(evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)  # type: ignore[arg-type]
+    policy = OfferSection(evaluation=evaluation, strategy=strategy, price=100.0, floor=60.0)  # type: ignore[arg-type]
     spreading = frozenset({TRAIN}) if sharded else frozenset()
     worker = Arbiter(policy, Capabilities(machine, frozenset({TRAIN}), defaults, spreading))
     batch = [
@@ -359,7 +360,7 @@ def asking(
 def chosen(batch: list[ReceivedRequest], **policy: object) -> list[int]:
     """Return the numbers of the requests that get an offer, in order."""
     machine = Capacity(MACHINE)
-    worker = Arbiter(OfferPolicy(**policy), Capabilities(machine, frozenset({TRAIN, RARE})))  # type: ignore[arg-type]
+    worker = Arbiter(OfferSection(**policy), Capabilities(machine, frozenset({TRAIN, RARE})))  # type: ignore[arg-type]
     return [offer.received_request.request.id.int for offer in worker.decide(batch, machine, 0.1)]
 
 
@@ -373,20 +374,20 @@ def test_utilization_prefers_the_fullest_use() -> None:
 
 def test_affinity_prefers_peers_and_executors_in_the_order_of_the_list() -> None:
     batch = [asking(0, bid=150.0), asking(1, peer=1), asking(2, peer=2, executor=RARE)]
-    assert chosen(batch, evaluation="affinity", prefer=(PEERS[1], "rare")) == [1]
-    assert chosen(batch, evaluation="affinity", prefer=("rare", PEERS[1])) == [2]
+    assert chosen(batch, evaluation="affinity", prefer=(str(PEERS[1]), "rare")) == [1]
+    assert chosen(batch, evaluation="affinity", prefer=("rare", str(PEERS[1]))) == [2]
     assert chosen(batch, evaluation="affinity") == [0]
 
 
 def test_affinity_excludes_nobody() -> None:
-    assert chosen([asking(0, peer=3)], evaluation="affinity", prefer=(PEERS[1], "rare")) == [0]
+    assert chosen([asking(0, peer=3)], evaluation="affinity", prefer=(str(PEERS[1]), "rare")) == [0]
 
 
 @pytest.mark.parametrize("name", ["profit", "utilization"])
 def test_preference_decides_between_equal_prices(name: str) -> None:
     batch = [asking(0), asking(1, peer=1)]
     assert chosen(batch, evaluation=name) == [0]
-    assert chosen(batch, evaluation=name, prefer=(PEERS[1],)) == [1]
+    assert chosen(batch, evaluation=name, prefer=(str(PEERS[1]),)) == [1]
 
 
 TRAINING = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))

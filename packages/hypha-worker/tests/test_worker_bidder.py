@@ -38,7 +38,7 @@ from hypha_proto.offers import (
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
 from hypha_worker.bidding.bidder import Bidder
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import OfferSection
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
 from hypha_worker.service import Worker
@@ -112,7 +112,7 @@ class Site:
 @asynccontextmanager
 async def open_site() -> AsyncIterator[Site]:
     network = MemoryNetwork()
-    policy = OfferPolicy(price=50.0)
+    policy = OfferSection(price=50.0)
     async with (
         network.endpoint("worker") as endpoint,
         network.endpoint("scheduler-0") as first,

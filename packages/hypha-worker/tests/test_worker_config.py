@@ -136,13 +136,13 @@ def test_a_class_that_is_no_plain_name_is_refused(tmp_path: Path, name: str) -> 
     "section", ['[offer]\nstrategy = "whole"\nprice = 150.0\nfloor = 120.0', '[offer.strategy]\ntype = "whole"']
 )
 def test_both_forms_of_the_strategy_are_accepted(tmp_path: Path, section: str) -> None:
-    assert load(tmp_path, LEAST + section).config.offer.policy().strategy == "whole"
+    assert load(tmp_path, LEAST + section).config.offer.is_whole
 
 
 def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
-    policy = load(tmp_path, LEAST).config.offer.policy()
+    policy = load(tmp_path, LEAST).config.offer
     assert (policy.price, policy.floor, policy.strategy, policy.evaluation) == (100.0, 0.0, "flexible", "profit")
-    assert (policy.schedulers, policy.prefer, policy.quota) == ((), (), Quota())
+    assert (policy.schedulers, policy.prefer, policy.quota) == ([], [], Quota())
     config = load(tmp_path, LEAST).config
     assert config.offer.lease_terms() == LeaseTerms(temporary_lease=0.5, idle_lease=60.0)
     assert config.capabilities().defaults == Resources(cpu=1.0, storage=10.0)
@@ -175,8 +175,7 @@ cmd = "sh"
 """
     loaded = load(tmp_path, LEAST + text)
     quota = Quota(max_offers=4, max_leases=3, max_jobs=2)
-    policy = loaded.config.offer.policy()
-    assert (policy.prefer, policy.quota) == ((PeerId.parse(PEER), "x"), quota)
+    assert (loaded.config.offer.prefer, loaded.config.offer.quota) == ([PEER, "x"], quota)
     assert loaded.config.offer.lease_terms() == LeaseTerms(1.5, 30.0, quota)
     assert loaded.config.capabilities().defaults == Resources(cpu=1.0, memory=2.0, storage=5.0, gpu=8.0)
     assert loaded.warnings == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import OfferSection
 from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.lease_manager import (
@@ -279,7 +280,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.capacity = Capacity(amounts, (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0)) if devices else ())
         self.manager = LeaseManager(self.capacity, LeaseTerms(idle_lease=8.0, quota=quota, orphan_grace=OWNERS_GRACE))
         default = Resources(storage=10.0, gpu=4.0) if defaults else Resources()
-        self.arbiter = Arbiter(OfferPolicy(quota=quota), Capabilities(self.capacity, frozenset({TRAIN}), default))
+        self.arbiter = Arbiter(OfferSection(**asdict(quota)), Capabilities(self.capacity, frozenset({TRAIN}), default))
         self.quota = quota
         self.now = 0.0
         self.running: dict[uuid.UUID, Allocation] = {}

@@ -68,7 +68,7 @@ from hypha_proto.training_reports import (
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_worker.bidding.arbiter import Arbiter
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import OfferSection
 from hypha_worker.bridge.round_commits import RoundClient
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.training_reports import MAX_UNREPORTED
@@ -298,7 +298,7 @@ def make_worker(
     store = OutputStore(folder / "outputs")
     sessions = TaskSessions(TaskHost(endpoint, leases, folder, store, executors), tasks)
     outputs = OutputServer(endpoint, store, leases, tasks)
-    return Worker(endpoint, Arbiter(OfferPolicy(), Capabilities(MACHINE)), leases, sessions, outputs)
+    return Worker(endpoint, Arbiter(OfferSection(), Capabilities(MACHINE)), leases, sessions, outputs)
 
 
 @asynccontextmanager

@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from hypha_net.node.config.models import Network, NodeConfig, S3ServiceSection, Section
-from hypha_proto.errors import InvalidIdError
-from hypha_proto.ids import PeerId
-from hypha_proto.leases import TEMPORARY_LEASE
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.resources import GIGABYTE, Resources
-from hypha_proto.wire_schema import MAX_PRICE
-from hypha_worker.bidding.policy import EvaluationName, OfferPolicy, Strategy
+from hypha_worker.bidding.policy import PEER_ID_START, OfferSection
 from hypha_worker.content_cache import ContentCache
 from hypha_worker.executors.runtimes import ExecutorSection, command_not_found
 from hypha_worker.leasing.capacity import Capabilities, Capacity, GpuCapacity
-from hypha_worker.leasing.terms import (
-    IDLE_LEASE,
-    MAX_DRAIN,
-    MAX_ORPHAN_GRACE,
-    MAX_TEMPORARY_LEASE,
-    ORPHAN_GRACE,
-    LeaseTerms,
-    Quota,
-)
+from hypha_worker.leasing.terms import MAX_DRAIN
 from hypha_worker.logs.run_log import LOGS, LogFolder
 
-
-def _peer(text: str) -> str:
-    try:
-        return str(PeerId.parse(text))
-    except InvalidIdError as error:
-        raise ValueError(str(error)) from None
-
-
-def _preferred(text: str) -> str:
-    """Check an entry of `OfferSection.prefer`: what begins like a peer id must be one."""
-    return _peer(text) if text.startswith(_PEER_ID_START) else text
-
-
 LayerName = Literal["cgroup", "bubblewrap", "own-uid", "landlock", "supervisor", "rlimits"]
-_PEER_ID_START: Final = "12D3Koo"
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Price = Annotated[float, Field(ge=0, le=MAX_PRICE, allow_inf_nan=False)]
-Limit = Annotated[int, Field(ge=1)] | None
-PeerText = Annotated[str, AfterValidator(_peer)]
-PreferredText = Annotated[str, Field(min_length=1), AfterValidator(_preferred)]
 
 
 class DeviceSection(Section):
@@ -95,83 +65,6 @@ class ResourcesSection(Section):
         if self.devices and self.gpu and abs(memory - self.gpu) > 0.01 * memory:
             raise ValueError(f"gpu is {self.gpu:g} GB and the devices have {memory:g} GB: leave gpu out or correct it")
         return self
-
-
-class StrategySection(Section):
-    """``[offer.strategy]``, the older form of the key."""
-
-    type: Strategy = Field(description="flexible or whole.")
-
-
-class OfferSection(Section):
-    """``[offer]``."""
-
-    price: Price = Field(default=100.0, description="Price of this worker, in tokens per lease-hour, at most 1e9.")
-    floor: Price = Field(
-        default=0.0, description="Bids below this get no offer; with strategy flexible, neither do bids below price."
-    )
-    strategy: Strategy | StrategySection = Field(
-        default="flexible",
-        description="flexible: offer what is requested, at the bid. whole: offer everything at once.",
-    )
-    evaluation: EvaluationName = Field(
-        default="profit", description="Which request wins when several compete: profit, utilization or affinity."
-    )
-    schedulers: list[PeerText] = Field(
-        default=[], description="Peer ids of the only schedulers that get offers; empty: all."
-    )
-    prefer: list[PreferredText] = Field(
-        default=[],
-        description="Peer ids of schedulers and names of executors whose requests are preferred, the most preferred "
-        "first: before the price with affinity, between equal prices otherwise. Excludes nobody.",
-    )
-    max_offers: Limit = Field(default=None, description="Live offers to one scheduler at the same time.")
-    max_leases: Limit = Field(default=None, description="Leases of one scheduler, live offers to it included.")
-    max_jobs: Limit = Field(default=None, description="Running jobs of one scheduler.")
-    idle_lease: float = Field(
-        default=IDLE_LEASE, gt=0, allow_inf_nan=False, description="Seconds without a job after which a lease ends."
-    )
-    temporary_lease: float = Field(
-        default=TEMPORARY_LEASE,
-        ge=0.1,
-        le=MAX_TEMPORARY_LEASE,
-        allow_inf_nan=False,
-        description="Seconds for which an offer is reserved, 0.1 to 2; two round trips to the scheduler are added, up "
-        "to 2 s in all.",
-    )
-
-    orphan_grace: float = Field(
-        default=ORPHAN_GRACE,
-        ge=0,
-        le=MAX_ORPHAN_GRACE,
-        allow_inf_nan=False,
-        description="Longest time in seconds for which a job whose scheduler asks for it runs on, and its lease is "
-        "held without charge, after the lease was not renewed in time; at most a week. 0: never.",
-    )
-
-    oversubscribe: bool = Field(
-        default=False,
-        description="Let jobs that ask for no cores share them, so that more tasks may run than there are cores.",
-    )
-
-    def policy(self) -> OfferPolicy:
-        """Return the owner's prices and preferences."""
-        return OfferPolicy(
-            price=self.price,
-            floor=self.floor,
-            strategy=self.strategy if isinstance(self.strategy, str) else self.strategy.type,
-            evaluation=self.evaluation,
-            schedulers=tuple(map(PeerId.parse, self.schedulers)),
-            prefer=tuple(PeerId.parse(text) if text.startswith(_PEER_ID_START) else text for text in self.prefer),
-            quota=self._quota(),
-        )
-
-    def lease_terms(self) -> LeaseTerms:
-        """Return the owner's terms for leases."""
-        return LeaseTerms(self.temporary_lease, self.idle_lease, self._quota(), self.orphan_grace)
-
-    def _quota(self) -> Quota:
-        return Quota(self.max_offers, self.max_leases, self.max_jobs)
 
 
 def not_installed(number: int, executor: ExecutorSection) -> str:
@@ -363,6 +256,6 @@ class WorkerConfig(NodeConfig):
                 found.append(not_installed(number, executor))
         names = {executor.name for executor in self.executors}
         for text in self.offer.prefer:
-            if text not in names and not text.startswith(_PEER_ID_START):
+            if text not in names and not text.startswith(PEER_ID_START):
                 found.append(f"offer.prefer: {text!r} is neither a peer id nor the name of one of the [[executors]]")
         return found

@@ -214,7 +214,7 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
             )
             worker = Worker(
                 endpoint,
-                Arbiter(config.offer.policy(), capabilities, _health_by_descriptor(config, health)),
+                Arbiter(config.offer, capabilities, _health_by_descriptor(config, health)),
                 lease_manager,
                 TaskSessions(host, tasks),
                 OutputServer(endpoint, outputs, lease_manager, tasks),

@@ -18,7 +18,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.policy import EvaluationName, OfferPolicy
+from hypha_worker.bidding.policy import EvaluationName, OfferSection
 from hypha_worker.bidding.rejection import (
     executor_reasons,
     policy_reasons,
@@ -48,7 +48,7 @@ class PlannedOffer:
 class Arbiter:
     """Decides by the owner's policy which requests get an offer."""
 
-    policy: OfferPolicy
+    policy: OfferSection
     capabilities: Capabilities
     health: Mapping[ExecutorDescriptor, ExecutorHealth] = field(default_factory=dict, compare=False)
     """How the executors have started; those that fail are not offered."""
@@ -129,31 +129,31 @@ class Arbiter:
         return PlannedOffer(received_request, allocation, price)
 
     def _allocate(self, request: WorkerRequest, free: Capacity) -> Allocation | None:
-        if self.policy.strategy == "whole":
+        if self.policy.is_whole:
             return free.whole()
         sharded = self.capabilities.is_sharded(request.spec.executor)
         wanted = self.capabilities.with_defaults(request.spec.resources, free.available(sharded=sharded))
         return free.fit(wanted, sharded=sharded)
 
 
-_Evaluation = Callable[[ReceivedRequest, OfferPolicy, Resources], tuple[float, ...]]
+_Evaluation = Callable[[ReceivedRequest, OfferSection, Resources], tuple[float, ...]]
 """Returns the score of a request where these resources are free; the largest is answered first.
 
 Requests with equal scores alternate between their schedulers.
 """
 
 
-def _profit(received: ReceivedRequest, policy: OfferPolicy, _free: Resources) -> tuple[float, ...]:
+def _profit(received: ReceivedRequest, policy: OfferSection, _free: Resources) -> tuple[float, ...]:
     """Prefer the highest price, then the order of ``offer.prefer``."""
     return _price(received, policy), -policy.preference(received.scheduler, received.request)
 
 
-def _affinity(received: ReceivedRequest, policy: OfferPolicy, _free: Resources) -> tuple[float, ...]:
+def _affinity(received: ReceivedRequest, policy: OfferSection, _free: Resources) -> tuple[float, ...]:
     """Prefer the order of ``offer.prefer``, and all others after it; then the higher price."""
     return -policy.preference(received.scheduler, received.request), _price(received, policy)
 
 
-def _utilization(received: ReceivedRequest, policy: OfferPolicy, free: Resources) -> tuple[float, ...]:
+def _utilization(received: ReceivedRequest, policy: OfferSection, free: Resources) -> tuple[float, ...]:
     """Prefer the largest mean share of the free resources, over those of which any is free; then the higher price."""
     wanted = received.request.spec.resources
     shares = [getattr(wanted, name) / amount for name, amount in asdict(free).items() if amount > 0]
@@ -161,7 +161,7 @@ def _utilization(received: ReceivedRequest, policy: OfferPolicy, free: Resources
     return share, *_profit(received, policy, free)
 
 
-def _price(received: ReceivedRequest, policy: OfferPolicy) -> float:
+def _price(received: ReceivedRequest, policy: OfferSection) -> float:
     return policy.offer_price(received.request.bid) or 0.0
 
 

@@ -12,7 +12,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor, WorkerRequest
 from hypha_proto.resources import Resources
-from hypha_worker.bidding.policy import OfferPolicy
+from hypha_worker.bidding.policy import OfferSection
 from hypha_worker.executor_health import ExecutorHealth
 from hypha_worker.leasing.capacity import Capabilities, Capacity
 from hypha_worker.leasing.terms import LeaseUsage, Quota
@@ -25,7 +25,7 @@ DRAINING: Final = Rejection(code="draining", text="this worker drains: it makes 
 PAUSED: Final = Rejection(code="paused", text="its owner has paused this worker: it makes no offers")
 
 
-def policy_reasons(policy: OfferPolicy, scheduler: PeerId, bid: float) -> Iterator[Rejection]:
+def policy_reasons(policy: OfferSection, scheduler: PeerId, bid: float) -> Iterator[Rejection]:
     """Yield reasons in the owner's choice of schedulers and prices."""
     if not policy.is_allowed(scheduler):
         text = f"scheduler {scheduler} is not among offer.schedulers of this worker"
@@ -61,7 +61,7 @@ def start_reasons(
 
 
 def resource_reasons(
-    policy: OfferPolicy, capabilities: Capabilities, request: WorkerRequest, free: Capacity
+    policy: OfferSection, capabilities: Capabilities, request: WorkerRequest, free: Capacity
 ) -> Iterator[Rejection]:
     """Yield the resources of which the machine has too little, or too little at present."""
     wanted, sharded = request.spec.resources, capabilities.is_sharded(request.spec.executor)
@@ -75,11 +75,11 @@ def resource_reasons(
         yield Rejection(code=name, text=text, required=required, available=available)
     leased = [name for name in free.available(sharded=sharded).lacking(wanted) if name not in lacking]
     defaults = capabilities.exhausted_defaults(wanted, free.resources)
-    if policy.strategy == "whole" and not free.resources.covers(capabilities.capacity.resources):
+    if policy.is_whole and not free.resources.covers(capabilities.capacity.resources):
         yield _busy("the machine is offered as a whole only, and a part of it is leased")
     elif leased:
         yield _busy(f"{', '.join(leased)}: this worker has enough, but too much of it is leased")
-    elif policy.strategy == "flexible" and defaults:
+    elif not policy.is_whole and defaults:
         yield _busy(f"{', '.join(defaults)}: all of it is leased, and a job that asks for none gets a part here")
 
 
