@@ -149,7 +149,7 @@ async def open_lab(folder: Path) -> AsyncIterator[Lab]:
         lab = Lab(worker, schedulers, [first, second], leases)
         executors = dict.fromkeys(map(str, EXECUTORS), lambda context: FakeExecution(context, lab))
         lab.tasks = TaskSessions(TaskHost(worker, leases, folder, OutputStore(folder / "outputs"), executors), tasks)
-        transfer.serve_pushes(worker, lab.tasks.pushes.accept_push)
+        transfer.serve_pushes(worker, lab.tasks.accept_push)
         for each in schedulers:
             each.listen()
             await worker.connect(each.endpoint.addresses[0])

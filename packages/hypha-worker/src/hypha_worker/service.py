@@ -390,7 +390,7 @@ class Worker:
         rpc.serve(self.endpoint, DESCRIBE_WORKER, self.describe)
         rpc.serve(self.endpoint, PUSH_OUTPUT, self.outputs.push_output)
         rpc.serve(self.endpoint, RELEASE_OUTPUTS, self.outputs.release_outputs)
-        transfer.serve_pushes(self.endpoint, self.tasks.pushes.accept_push)
+        transfer.serve_pushes(self.endpoint, self.tasks.accept_push)
         transfer.serve_pulls(self.endpoint, self.outputs.resolve_pull)
 
     async def check_executors(self) -> None:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import anyio
@@ -30,66 +28,8 @@ from hypha_worker.errors import ExecutionError
 from hypha_worker.leasing.lease_manager import Lease, LeaseError, LeaseState
 from hypha_worker.leasing.retention import Retention
 from hypha_worker.tasks.definition_check import DefinitionError, check_start
-from hypha_worker.tasks.resource_pushes import ResourcePushes
 from hypha_worker.tasks.task_run import TaskHost, TaskRun
 from hypha_worker.tasks.task_stream import TaskStream
-
-
-@dataclass(frozen=True, slots=True)
-class PushRouter:
-    """Passes each push to the task or resource that it is for."""
-
-    resources: ResourcePushes
-    running: Callable[[], Sequence[TaskRun]]
-    """Returns the attempts that run on this worker."""
-
-    async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
-        """Return where to store a file that a peer is about to push, or a refusal."""
-        if header.delivery is not None:
-            target = await self.resources.accept(peer, header)
-        elif len(found := self._receivers(peer, header)) == 1:
-            return await found[0].accept_push(peer, header)
-        else:
-            about = f"of job {header.attempt.job_id}"
-            target = Refusal(reason=f"a push {about} matches {len(found)} tasks" if found else f"{NO_JOB} {about}")
-        if isinstance(target, Refusal):
-            _log.warning("push of %s from %s refused: %s", header.kind, peer, target.reason)
-        return target
-
-    def _receivers(self, peer: PeerId, header: PushHeader) -> list[TaskRun]:
-        """Return the tasks that a push may be for; a single one that does not accept it refuses it with the reason."""
-        runs = self._runs_of(header.attempt.job_id, header.scheduler)
-        runs = [run for run in runs if run.execution.accepted_push_kind == header.kind] or runs
-        return runs if len(runs) == 1 else [run for run in runs if peer in run.execution.senders]
-
-    def _runs_of(self, job_id: uuid.UUID, scheduler: PeerId) -> list[TaskRun]:
-        """Return the attempts of a scheduler's job.
-
-        Those that are being stopped do not count: another one may run in their place already.
-        """
-        job = (job_id, scheduler)
-        return [run for run in self.running() if (run.attempt.job_id, run.lease.scheduler) == job and not run.is_ending]
-
-    def check_unambiguous(self, run: TaskRun) -> None:
-        """Check that no push for another task of the same job could be meant for this one.
-
-        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler. A task on
-        an orphaned lease is stopped: its scheduler has given it up, and started it again on another lease.
-
-        Raises:
-            LeaseError: it could, so that the task must run elsewhere, or later.
-        """
-        for other in self._runs_of(run.attempt.job_id, run.lease.scheduler):
-            kind, senders = run.execution.accepted_push_kind, run.execution.senders & other.execution.senders
-            is_ambiguous = bool(senders) and kind == other.execution.accepted_push_kind
-            if not is_ambiguous and other.attempt.task != run.attempt.task:
-                continue
-            if other.lease.state is not LeaseState.ORPHANED:
-                if not is_ambiguous:
-                    continue
-                raise LeaseError(f"{other} runs here, and both accept pushes of kind {kind} from {min(senders)}")
-            other.stop("its scheduler has begun it anew on another lease")
-
 
 _log = logging.getLogger(__name__)
 
@@ -100,19 +40,10 @@ LAST_UPDATE_TIMEOUT: Final = 1.0
 class TaskSession:
     """The tasks of one lease."""
 
-    def __init__(self, host: TaskHost, lease: Lease, retention: Retention, check: Callable[[TaskRun], None]) -> None:
-        """Prepare.
-
-        Args:
-            host: what all tasks share.
-            lease: the lease.
-            retention: keeps what processes hold that cannot be ended.
-            check: raises `LeaseError` if an attempt cannot run beside those of other leases.
-        """
+    def __init__(self, sessions: TaskSessions, lease: Lease) -> None:
         self.lease = lease
-        self._check_beside = check
-        self._retention = retention
-        self._host = host
+        self._sessions = sessions
+        self._host = host = sessions.host
         self._stream = TaskStream(host.endpoint, lease.scheduler, lease.id, self.start, self._find)
         self._end_reason = ""
         self._end = anyio.Event()
@@ -177,7 +108,7 @@ class TaskSession:
             settings,
             stream.send_update,
             stream.channel.wait_until_handled,
-            self._retention,
+            self._sessions.retention,
         )
         self._attach(run)
         _log.info("%s started on lease %s for scheduler %s", run, self.lease.id, self.lease.scheduler)
@@ -205,7 +136,7 @@ class TaskSession:
         """Attach an attempt to the lease. Raises `ExecutionError` or `LeaseError` if it cannot run now."""
         lease, grace = self.lease, (run.spec.orphan_grace_ms or 0) / 1000
         try:
-            self._check_beside(run)
+            self._sessions.check_unambiguous(run)
             now, job_id = anyio.current_time(), run.attempt.job_id
             self._host.lease_manager.attach_task(lease.id, lease.scheduler, now, grace, job_id)
         except (ExecutionError, LeaseError) as error:
@@ -234,12 +165,11 @@ class TaskSessions:
             host: what all tasks share.
             tasks: sessions run in it.
         """
-        self._host = host
+        self.host = host
+        self.retention = Retention(host.lease_manager, tasks)
+        """Keeps what processes hold that cannot be ended."""
         self._tasks = tasks
-        self._retention = Retention(host.lease_manager, tasks)
         self._sessions: dict[uuid.UUID, TaskSession] = {}
-        self.pushes = PushRouter(host.resource_pushes, lambda: self.running)
-        """Passes pushes of peers to the tasks that run."""
 
     @property
     def running(self) -> tuple[TaskRun, ...]:
@@ -248,11 +178,10 @@ class TaskSessions:
 
     def on_renewed(self, lease: Lease) -> None:
         """Begin a session with the first renewal of a lease; with others, its task may rely on its scheduler again."""
-        self._host.store.renew(lease.id, anyio.current_time())
+        self.host.store.renew(lease.id, anyio.current_time())
         session = self._sessions.get(lease.id)
         if session is None:
-            check = self.pushes.check_unambiguous
-            session = self._sessions[lease.id] = TaskSession(self._host, lease, self._retention, check)
+            session = self._sessions[lease.id] = TaskSession(self, lease)
             self._tasks.start_soon(self._run, session)
         elif session.running is not None:
             session.running.contact.is_confirmed = True
@@ -278,7 +207,7 @@ class TaskSessions:
         A new session would not know what was said over the stream.
         """
         with suppress(LeaseError):  # it is over
-            self._host.lease_manager.release(lease.id, lease.scheduler)
+            self.host.lease_manager.release(lease.id, lease.scheduler)
 
     def end(self, lease: uuid.UUID, reason: str) -> None:
         """End the session of a lease that is over."""
@@ -289,3 +218,52 @@ class TaskSessions:
         """Wait until no attempt runs and the ends of all are reported; no new ones may begin meanwhile."""
         for session in list(self._sessions.values()):
             await session.wait_until_idle(math.inf)
+
+    # ---------------------------------------------------------------------------------------------------------- pushes
+
+    async def accept_push(self, peer: PeerId, header: PushHeader) -> FilePushTarget | Refusal:
+        """Return where to store a file that a peer is about to push, or a refusal."""
+        if header.delivery is not None:
+            target = await self.host.resource_pushes.accept(peer, header)
+        elif len(found := self._receivers(peer, header)) == 1:
+            return await found[0].accept_push(peer, header)
+        else:
+            about = f"of job {header.attempt.job_id}"
+            target = Refusal(reason=f"a push {about} matches {len(found)} tasks" if found else f"{NO_JOB} {about}")
+        if isinstance(target, Refusal):
+            _log.warning("push of %s from %s refused: %s", header.kind, peer, target.reason)
+        return target
+
+    def _receivers(self, peer: PeerId, header: PushHeader) -> list[TaskRun]:
+        """Return the tasks that a push may be for; a single one that does not accept it refuses it with the reason."""
+        runs = self._runs_of(header.attempt.job_id, header.scheduler)
+        runs = [run for run in runs if run.execution.accepted_push_kind == header.kind] or runs
+        return runs if len(runs) == 1 else [run for run in runs if peer in run.execution.senders]
+
+    def _runs_of(self, job_id: uuid.UUID, scheduler: PeerId) -> list[TaskRun]:
+        """Return the attempts of a scheduler's job.
+
+        Those that are being stopped do not count: another one may run in their place already.
+        """
+        job = (job_id, scheduler)
+        return [run for run in self.running if (run.attempt.job_id, run.lease.scheduler) == job and not run.is_ending]
+
+    def check_unambiguous(self, run: TaskRun) -> None:
+        """Check that no push for another task of the same job could be meant for this one.
+
+        Jobs of other schedulers cannot be confused with it, whatever their ids: pushes name the scheduler. A task on
+        an orphaned lease is stopped: its scheduler has given it up, and started it again on another lease.
+
+        Raises:
+            LeaseError: it could, so that the task must run elsewhere, or later.
+        """
+        for other in self._runs_of(run.attempt.job_id, run.lease.scheduler):
+            kind, senders = run.execution.accepted_push_kind, run.execution.senders & other.execution.senders
+            is_ambiguous = bool(senders) and kind == other.execution.accepted_push_kind
+            if not is_ambiguous and other.attempt.task != run.attempt.task:
+                continue
+            if other.lease.state is not LeaseState.ORPHANED:
+                if not is_ambiguous:
+                    continue
+                raise LeaseError(f"{other} runs here, and both accept pushes of kind {kind} from {min(senders)}")
+            other.stop("its scheduler has begun it anew on another lease")
