@@ -37,7 +37,7 @@ from hypha_scheduler.strategies.tasks.config import TasksJob
 from hypha_scheduler.strategies.tasks.operator import TasksOperator
 from hypha_scheduler.strategies.tasks.strategy import TasksStrategy
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.errors import BridgeError
 from hypha_worker.task_storage import TaskStorage
 
@@ -65,7 +65,7 @@ def by_worker(folder: Path, *names: str, token: str | None = TOKEN, revision: st
 
     async def main() -> list[Path]:
         storage = TaskStorage(folder, 1 << 26)
-        found = await download_from_hub(reference, PurePosixPath(), AccessPolicy(), storage=storage, timeout=60)
+        found = await Downloads(AccessPolicy(), storage, timeout=60).from_hub(reference, PurePosixPath())
         return [folder / file.path for file in found]
 
     return anyio.run(main, backend="trio")
@@ -359,7 +359,7 @@ async def test_a_worker_bounds_a_url_whose_server_states_no_size(hub: Hub, tmp_p
     hub.endless, hub.token = ("config.json",), None
     with pytest.raises(BridgeError, match="exceeds this job's storage") as fault:
         url, access = f"{hub.url}/org/model/resolve/main/config.json", AccessPolicy(hosts=("127.0.0.1",))
-        await download_from_uri(url, tmp_path, access, storage=TaskStorage(tmp_path, 1 << 26), timeout=60)
+        await Downloads(access, TaskStorage(tmp_path, 1 << 26), timeout=60).from_uri(url, tmp_path)
     assert fault.value.status == 507
     assert hub.streamed < ENDLESS_BYTES
     assert not list(tmp_path.iterdir())

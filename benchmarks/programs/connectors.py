@@ -25,7 +25,7 @@ from hypha_net.endpoint import Endpoint
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import HuggingFaceReference
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.task_storage import TaskStorage
@@ -53,10 +53,10 @@ class Connectors:
                 await copy_local_files(uri, PurePosixPath("file"), self._access, storage)
             elif uri == "hub":
                 wanted = HuggingFaceReference(repository=REPOSITORY, filenames=("file",))
-                await download_from_hub(wanted, PurePosixPath(), self._access, storage=storage)
+                await Downloads(self._access, storage).from_hub(wanted, PurePosixPath())
             else:
                 files = PeerFiles(self._endpoint, storage)
-                await download_from_uri(uri, PurePosixPath(), self._access, storage=storage, files=files, name="file")
+                await Downloads(self._access, storage, files).from_uri(uri, PurePosixPath(), "file")
         return found()
 
     async def fetch_plainly(self, kind: str, place: str, peer: str = "") -> tuple[float, int]:

@@ -23,7 +23,7 @@ from hypha_proto.job_spec import HuggingFaceReference, SliceAddress
 from hypha_proto.tasks import PeersSource, TaskResource, UriSource
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.content_cache import CacheError, ContentCache, SchedulerCache
 from hypha_worker.task_storage import TaskStorage
@@ -217,7 +217,7 @@ async def test_a_url_is_fetched_again_only_when_its_content_has_changed(cache: C
     bodies, sent = {"/a": b"one"}, list[str]()
 
     async def job(storage: TaskStorage) -> Path:
-        return Path((await download_from_uri(f"{url}/a", PurePosixPath(), ACCESS, storage=storage)).path)
+        return Path((await Downloads(ACCESS, storage).from_uri(f"{url}/a", PurePosixPath())).path)
 
     with counting_server(bodies, sent) as url:
         assert await in_jobs(cache, job, job) == [b"one", b"one"]
@@ -240,7 +240,7 @@ async def test_a_model_of_the_hub_is_fetched_once(cache: ContentCache, monkeypat
     reference = HuggingFaceReference(repository="org/model", filenames=("model.safetensors",))
 
     async def job(storage: TaskStorage) -> Path:
-        [found] = await download_from_hub(reference, PurePosixPath(), ACCESS, storage=storage)
+        [found] = await Downloads(ACCESS, storage).from_hub(reference, PurePosixPath())
         return Path(found.path)
 
     with counting_server({path: b"weights"}, sent) as url:

@@ -25,7 +25,7 @@ from hypha_proto.protocols import PULL
 from hypha_proto.transfer import PullAnswer, PullRequest, PullStart, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.content_holders import check_sha256
-from hypha_worker.connectors.downloads import download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
 from hypha_worker.task_storage import TaskStorage
@@ -46,9 +46,7 @@ class Net:
     async def fetch(self, sha256: str = SHA256) -> FetchedFile:
         storage = TaskStorage(self.folder, self.limit)
         files = PeerFiles(self.worker, storage)
-        return await download_from_uri(
-            f"sha256:{sha256}", PurePosixPath(), self.access, storage=storage, files=files, timeout=300
-        )
+        return await Downloads(self.access, storage, files, timeout=300).from_uri(f"sha256:{sha256}", PurePosixPath())
 
     @asynccontextmanager
     async def holder(self, name: str, content: bytes | None = CONTENT, digest: str = SHA256) -> AsyncIterator[PeerId]:

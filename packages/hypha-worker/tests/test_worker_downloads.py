@@ -24,7 +24,7 @@ from hypha_net.connectors.s3_source import s3_uri
 from hypha_proto.bridge_api import FetchedFile
 from hypha_proto.job_spec import All, HuggingFaceReference, PeersReference
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_hub, download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.content_cache import ContentCache, SchedulerCache
 from hypha_worker.errors import BridgeError
 from hypha_worker.task_storage import TaskStorage
@@ -79,7 +79,7 @@ def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
 
 async def bring(url: str, folder: Path) -> Path:
     storage = TaskStorage(folder, 1000)
-    found = await download_from_uri(url, PurePosixPath(), ACCESS, storage=storage, timeout=10)
+    found = await Downloads(ACCESS, storage, timeout=10).from_uri(url, PurePosixPath())
     path = folder / found.path
     assert found.checksum == f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
     assert found.size == path.stat().st_size
@@ -118,7 +118,7 @@ async def hub(tmp_path: Path, access: AccessPolicy = ACCESS, limit: int = 1000, 
     fields = {"repository": "org/model", "filenames": ("config.json",), "token": "hf_secret"}
     reference = HuggingFaceReference(**(fields | changes))  # type: ignore[arg-type]
     storage = TaskStorage(tmp_path, limit)
-    found = await download_from_hub(reference, PurePosixPath(), access, storage=storage, timeout=20)
+    found = await Downloads(access, storage, timeout=20).from_hub(reference, PurePosixPath())
     assert all(file.metadata["origin"].startswith("org/model@") for file in found)
     return [tmp_path / file.path for file in found]
 
@@ -320,7 +320,7 @@ async def fetch_object(
 ) -> FetchedFile:
     storage = TaskStorage(folder, limit)
     url = s3_uri(bucket, key)
-    return await download_from_uri(url, PurePosixPath(), access, storage=storage, name="x", timeout=30)
+    return await Downloads(access, storage, timeout=30).from_uri(url, PurePosixPath(), "x")
 
 
 async def refused_object(*arguments: Any, **keys: Any) -> tuple[int, str]:
@@ -340,7 +340,7 @@ async def test_an_object_is_downloaded(endpoint: str, tmp_path: Path, key: str, 
 
 async def test_an_object_is_named_by_a_uri(endpoint: str, tmp_path: Path) -> None:
     storage, url = TaskStorage(tmp_path, 10 << 20), "s3://models/dir/a%20b.bin"
-    found = await download_from_uri(url, PurePosixPath(), policy(endpoint), storage=storage)
+    found = await Downloads(policy(endpoint), storage).from_uri(url, PurePosixPath())
     assert (tmp_path / found.path).read_bytes() == CONTENT
     assert found.metadata["source"] == "s3://models/dir/a%20b.bin"
 
@@ -396,7 +396,7 @@ async def test_an_object_in_the_cache_is_asked_for_and_not_sent_again(endpoint: 
 
     async def fetched() -> bytes:
         storage = TaskStorage(tmp_path / "job", 1000, SchedulerCache(cache, "a"))
-        await download_from_uri("s3://models/changing", PurePosixPath(), policy(endpoint), storage=storage, name="x")
+        await Downloads(policy(endpoint), storage).from_uri("s3://models/changing", PurePosixPath(), "x")
         return (tmp_path / "job" / "x").read_bytes()
 
     (tmp_path / "job").mkdir()
@@ -425,7 +425,7 @@ async def test_an_object_at_another_presigned_url_is_taken_from_the_cache(endpoi
 
     for url in urls:
         storage = TaskStorage(tmp_path / "job", 10 << 20, SchedulerCache(cache, "a"))
-        found = await download_from_uri(url, PurePosixPath(), AccessPolicy(hosts=("127.0.0.1",)), storage=storage)
+        found = await Downloads(ACCESS, storage).from_uri(url, PurePosixPath())
         assert (tmp_path / "job" / found.path).read_bytes() == CONTENT
         assert "X-Amz-Signature" not in found.metadata["source"]
         used.append([path.stat().st_mtime_ns for path in (cache.folder / "objects").iterdir()])

@@ -24,7 +24,7 @@ from hypha_net.retries import ONCE, RetryPolicy
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.bridge_api import FetchedFile
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.errors import BridgeError
 from hypha_worker.task_storage import TaskStorage
@@ -99,7 +99,7 @@ def fetch(
 ) -> FetchedFile:
     async def main() -> FetchedFile:
         storage = TaskStorage(folder, limit)
-        return await download_from_uri(url, PurePosixPath(), access, storage=storage, timeout=timeout)
+        return await Downloads(access, storage, timeout=timeout).from_uri(url, PurePosixPath())
 
     return anyio.run(main, backend="trio")
 
@@ -267,11 +267,11 @@ async def test_a_name_is_resolved_once_for_a_connection_and_checked_each_time(se
     url = f"http://rebind.test:{server.port}/file.bin"
     trio.socket.set_custom_hostname_resolver(Resolver())
     storage = TaskStorage(tmp_path, 100_000)
-    found = await download_from_uri(url, PurePosixPath(), access, storage=storage)
+    found = await Downloads(access, storage).from_uri(url, PurePosixPath())
     assert found.size == len(CONTENT)
     assert asked == ["rebind.test"]
     with pytest.raises(BridgeError, match=r"169\.254\.169\.254, which is not public"):
-        await download_from_uri(url, PurePosixPath(), access, storage=storage)
+        await Downloads(access, storage).from_uri(url, PurePosixPath())
     assert len(server.requests) == 1
 
 
@@ -357,7 +357,7 @@ async def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pyt
         for _ in range(cases):
             url = mutated(chance, chance.choice(SEEDS))
             with pytest.raises(BridgeError) as caught:
-                await download_from_uri(url, PurePosixPath(), access, storage=storage, files=files)
+                await Downloads(access, storage, files).from_uri(url, PurePosixPath())
             assert caught.value.status in (400, 403, 404, 502, 504), (url, caught.value)
             assert not ("//user:pass@[" in url and "pass" in caught.value.detail), (url, caught.value.detail)
     assert not list(work_dir.iterdir())

@@ -16,7 +16,7 @@ import anyio
 import pytest
 
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.downloads import download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.errors import BridgeError
 from hypha_worker.openat import IrregularFileError, LinkInPathError
@@ -265,7 +265,7 @@ def test_a_shared_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path,
     async def copy(name: str) -> None:
         storage, access = Storage(tmp_path / "job", 10_000), AccessPolicy(roots=(root,))
         if hashed:
-            await download_from_uri((root / name).as_uri(), PurePosixPath(), access, storage=storage)
+            await Downloads(access, storage).from_uri((root / name).as_uri(), PurePosixPath())
         else:
             await copy_local_files(str(root / name), PurePosixPath(name), access, storage)
 

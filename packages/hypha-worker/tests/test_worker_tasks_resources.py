@@ -52,8 +52,8 @@ from hypha_proto.tasks import (
     UriSource,
 )
 from hypha_proto.transfer import TASK_RESOURCE, TASK_RESULT, PullRequest, PushHeader, Refusal
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.service import Worker, open_worker
-from hypha_worker.task_storage import TaskStorage
 from hypha_worker.tasks.resource_pushes import ResourcePushes
 
 InTaskLab = Callable[..., Any]
@@ -330,18 +330,16 @@ async def test_a_token_reaches_neither_process_nor_reports(
 ) -> None:
     used: list[str | None] = []
 
-    async def download(
-        reference: HuggingFaceReference, folder: PurePosixPath, *_: Any, storage: TaskStorage
-    ) -> list[Any]:
+    async def download(downloads: Downloads, reference: HuggingFaceReference, folder: PurePosixPath) -> list[Any]:
         used.append(reference.token)
         if reference.repository == "org/bad":
             from hypha_worker.errors import peer_failed
 
             raise peer_failed(f"the Hub says: no {reference.token}")
-        (storage.files.work_dir / folder / "config.json").write_bytes(b"{}")
+        (downloads.storage.files.work_dir / folder / "config.json").write_bytes(b"{}")
         return []
 
-    monkeypatch.setattr("hypha_worker.tasks.resource_fetcher.download_from_hub", download)
+    monkeypatch.setattr(Downloads, "from_hub", download)
 
     def model(repository: str) -> TaskResource:
         reference = HuggingFaceReference(repository=repository, filenames=("config.json",), token="hf_secret")

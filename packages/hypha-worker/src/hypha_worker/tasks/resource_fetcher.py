@@ -43,7 +43,7 @@ from hypha_proto.texts import shorten
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
-from hypha_worker.connectors.downloads import download_all_from_uri, download_from_hub, download_from_uri
+from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.local_files import copy_local_files
 from hypha_worker.connectors.peer_files import PeerFiles
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
@@ -112,6 +112,11 @@ class ResourceFetcher:
         """What transfers files from and to peers for this task."""
         return PeerFiles(self.endpoint, self.storage)
 
+    @property
+    def downloads(self) -> Downloads:
+        """What downloads from other places."""
+        return Downloads(self.access, self.storage, self.files)
+
     async def fetch_all(self, resources: Sequence[TaskResource]) -> dict[str, str]:
         """Fetch all resources at once; return the path of each, relative to the work directory.
 
@@ -145,11 +150,9 @@ class ResourceFetcher:
             OSError: it cannot be written.
         """
         if isinstance(reference, HuggingFaceReference):
-            return await download_from_hub(reference, folder, self.access, storage=self.storage)
+            return await self.downloads.from_hub(reference, folder)
         if isinstance(reference, UriReference):
-            return await download_all_from_uri(
-                reference.value, folder, self.access, storage=self.storage, files=self.files
-            )
+            return await self.downloads.all_from_uri(reference.value, folder)
         assert isinstance(reference, PeersReference)
         address = reference.resource
         if address is None:
@@ -234,9 +237,7 @@ class ResourceFetcher:
         else:
             assert resource.uri is not None
             uri = resource.uri.value
-        return await download_from_uri(
-            uri, target.parent, self.access, name=target.name, storage=self.storage, files=self.files
-        )
+        return await self.downloads.from_uri(uri, target.parent, target.name)
 
     def _count(self, files: Sequence[FetchedFile]) -> None:
         self._count_bytes(sum(file.size for file in files))
