@@ -62,7 +62,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
                 tasks.cancel_scope.cancel()
         except* ExecutionError as raised:
             error = str(raised.exceptions[0])
-    findings = {name: finding.works for name, finding in stack.findings}
+    findings = {name: finding.works for name, finding in stack.findings.items()}
     trace = runner.trace
     return {"exit_code": trace.exit_code, "lines": trace.last_lines, "error": error, "findings": findings}
 

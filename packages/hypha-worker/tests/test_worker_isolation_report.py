@@ -14,13 +14,7 @@ from click.testing import CliRunner
 from hypha_net.testing import MemoryNetwork
 from hypha_worker.cli import main as command
 from hypha_worker.errors import IsolationError
-from hypha_worker.executors.isolation.assessment import (
-    Findings,
-    IsolationExamination,
-    assess,
-    check_required,
-    summarize,
-)
+from hypha_worker.executors.isolation.assessment import Findings, assess, check_required, describe_probe, summarize
 from hypha_worker.executors.isolation.layers import Finding
 from hypha_worker.service import open_worker
 
@@ -34,7 +28,7 @@ def findings(*working: str, without: str | None = None) -> Findings:
     reasons = {"bubblewrap": MISSING}
     details = {name: f"detail of {name}" if name in working else reasons.get(name, "no") for name in names}
     features = {name: [each for each in FEATURES.get(name, ()) if each != without] for name in working}
-    return [(name, Finding(name in working, details[name], features.get(name, ()))) for name in names]
+    return {name: Finding(name in working, details[name], features.get(name, ())) for name in names}
 
 
 def detail(aspect: str, findings: Findings) -> str:
@@ -47,19 +41,19 @@ def states(*working: str) -> dict[str, str]:
 
 
 def test_with_all_layers_everything_is_contained() -> None:
-    examination = IsolationExamination(findings("cgroup", "own-uid", "rlimits", "bubblewrap"))
-    assert len(examination.lines) == 5
+    lines, _ = describe_probe(findings("cgroup", "own-uid", "rlimits", "bubblewrap"))
+    assert len(lines) == 5
     assert set(states("cgroup", "own-uid", "rlimits", "bubblewrap").values()) == {"contained"}
-    assert MISSING not in "\n".join(examination.lines)
+    assert MISSING not in "\n".join(lines)
 
 
 def test_without_bubblewrap_each_line_says_what_stays_open_and_how_to_mend_it() -> None:
-    examination = IsolationExamination(findings("rlimits", "landlock", "supervisor"))
+    lines, _ = describe_probe(findings("rlimits", "landlock", "supervisor"))
     assert states("rlimits", "landlock", "supervisor") == dict.fromkeys(
         ("files", "processes", "network", "resources", "user"), "partly"
     )
-    assert len(examination.lines) == 5
-    for line in examination.lines[:3]:
+    assert len(lines) == 5
+    for line in lines[:3]:
         assert f"(bubblewrap: {MISSING})" in line
 
 
@@ -90,7 +84,8 @@ def test_without_any_layer_everything_is_open() -> None:
 
 
 def test_the_result_as_json_names_layers_and_aspects() -> None:
-    value = json.loads(json.dumps(IsolationExamination(findings("cgroup")).value))
+    _, found = describe_probe(findings("cgroup"))
+    value = json.loads(json.dumps(found))
     assert value["layers"]["cgroup"] == {"works": True, "detail": "detail of cgroup"}
     assert value["layers"]["bubblewrap"] == {"works": False, "detail": MISSING}
     assert value["aspects"]["resources"]["state"] == "contained"

@@ -81,9 +81,8 @@ def check_isolation(config: WorkerConfig, *, live: bool) -> Iterator[Check]:
         for aspect in assess(found):
             state = ok if aspect.state == "contained" else warning
             yield state(f"isolation, {aspect.name}: {aspect.state}: {aspect.detail}")
-    findings = dict(found)
     for name in config.isolation.require:
-        if findings[name].works:
+        if found[name].works:
             yield ok(f"isolation.require: {name} works")
         else:
             yield failed(f"isolation.require: {name} does not work here; hypha-worker probe tells why, or remove it")

@@ -76,12 +76,11 @@ def _trainer() -> list[str]:
 
 
 def _examine() -> tuple[Sequence[str], dict[str, Any]]:
-    from hypha_worker.executors.isolation.assessment import IsolationExamination
+    from hypha_worker.executors.isolation.assessment import describe_probe
     from hypha_worker.executors.isolation.stack import make_stack
 
     with tempfile.TemporaryDirectory(prefix="hypha-probe-") as folder:
-        found = IsolationExamination(make_stack(Path(folder)).findings)
-    return found.lines, found.value
+        return describe_probe(make_stack(Path(folder)).findings)
 
 
 def _checks(config: WorkerConfig, live: bool) -> Iterator[Check]:

@@ -12,7 +12,8 @@ from typing import Any, Final, Literal
 from hypha_worker.errors import IsolationError
 from hypha_worker.executors.isolation.layers import Finding
 
-Findings = Sequence[tuple[str, Finding]]
+Findings = Mapping[str, Finding]
+"""By the name of the layer."""
 State = Literal["contained", "partly", "open"]
 
 
@@ -100,11 +101,10 @@ _ASPECTS: Final[Mapping[str, tuple[Sequence[_Effect], str]]] = {
 
 def assess(findings: Findings) -> Sequence[Aspect]:
     """Return what is contained and what stays open, five aspects."""
-    by_name = dict(findings)
-    return [_assess(name, effects, otherwise, by_name) for name, (effects, otherwise) in _ASPECTS.items()]
+    return [_assess(name, effects, otherwise, findings) for name, (effects, otherwise) in _ASPECTS.items()]
 
 
-def _assess(name: str, effects: Sequence[_Effect], otherwise: str, findings: Mapping[str, Finding]) -> Aspect:
+def _assess(name: str, effects: Sequence[_Effect], otherwise: str, findings: Findings) -> Aspect:
     works = {layer for layer, finding in findings.items() if finding.works}
     features = {None, *(feature for layer in works for feature in findings[layer].features)}
     working = next((each for each in effects if each.layer in works and each.feature in features), None)
@@ -117,26 +117,13 @@ def _assess(name: str, effects: Sequence[_Effect], otherwise: str, findings: Map
     return Aspect(name, found.state, found.layer, f"{found.detail} ({best}: {findings[best].detail})")
 
 
-@dataclass(frozen=True, slots=True)
-class IsolationExamination:
-    """What ``probe`` without an address prints."""
-
-    findings: Findings
-
-    @property
-    def lines(self) -> Sequence[str]:
-        """A line for each aspect."""
-        return [f"{each.name:<10} {each.state:<10} {each.detail}" for each in assess(self.findings)]
-
-    @property
-    def value(self) -> dict[str, Any]:
-        """The aspects, and each layer's finding."""
-        layers = {name: {"works": finding.works, "detail": finding.detail} for name, finding in self.findings}
-        aspects = {
-            each.name: {"state": each.state, "layer": each.layer, "detail": each.detail}
-            for each in assess(self.findings)
-        }
-        return {"aspects": aspects, "layers": layers}
+def describe_probe(findings: Findings) -> tuple[Sequence[str], dict[str, Any]]:
+    """Return what ``probe`` without an address prints: a line for each aspect; and the same with the findings."""
+    aspects = assess(findings)
+    lines = [f"{each.name:<10} {each.state:<10} {each.detail}" for each in aspects]
+    told = {each.name: {"state": each.state, "layer": each.layer, "detail": each.detail} for each in aspects}
+    layers = {name: {"works": finding.works, "detail": finding.detail} for name, finding in findings.items()}
+    return lines, {"aspects": told, "layers": layers}
 
 
 def check_required(findings: Findings, required: Iterable[str]) -> None:
@@ -145,9 +132,8 @@ def check_required(findings: Findings, required: Iterable[str]) -> None:
     Raises:
         IsolationError: one does not; the message names it, the reason and the remedy.
     """
-    by_name = dict(findings)
     for name in required:
-        finding = by_name.get(name, Finding(False, "it does not exist on this system"))
+        finding = findings.get(name, Finding(False, "it does not exist on this system"))
         if not finding.works:
             raise IsolationError(
                 f"isolation.require: the layer {name} does not work here: {finding.detail}. Mend this, or remove "
@@ -157,8 +143,8 @@ def check_required(findings: Findings, required: Iterable[str]) -> None:
 
 def summarize(findings: Findings) -> tuple[bool, str]:
     """Return whether jobs are in a sandbox, and one line about the layers that work."""
-    working = ", ".join(name for name, finding in findings if finding.works) or "nothing"
-    sandbox = dict(findings).get("bubblewrap", Finding(False, "it does not exist on this system"))
+    working = ", ".join(name for name, finding in findings.items() if finding.works) or "nothing"
+    sandbox = findings.get("bubblewrap", Finding(False, "it does not exist on this system"))
     if sandbox.works:
         return True, f"jobs are isolated by {working}"
     return False, (

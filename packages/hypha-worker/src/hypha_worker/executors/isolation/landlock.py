@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,10 +46,9 @@ class LandlockLayer(Layer):
         text = f"files outside the job's folder are refused; open: {', '.join(_open_ways(abi))}"
         return Finding(True, text, [name for name, least in _FEATURES.items() if abi >= least])
 
-    @asynccontextmanager
-    async def confine(self, confinement: Confinement) -> AsyncIterator[LandlockRules]:
+    def confine(self, confinement: Confinement) -> nullcontext[Confined]:
         """See `Layer.confine`."""
-        yield LandlockRules(confinement, landlock_abi())
+        return nullcontext(LandlockRules(confinement, landlock_abi()))
 
 
 def _open_ways(abi: int) -> list[str]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,10 +60,9 @@ class RlimitsLayer(Layer):
         """See `Layer.probe`."""
         return Finding(True, "no file is larger than the lease's storage; no core dumps")
 
-    @asynccontextmanager
-    async def confine(self, confinement: Confinement) -> AsyncIterator[Rlimits]:
+    def confine(self, confinement: Confinement) -> nullcontext[Confined]:
         """See `Layer.confine`."""
-        yield Rlimits(confinement.storage)
+        return nullcontext(Rlimits(confinement.storage))
 
 
 @dataclass(frozen=True, slots=True)

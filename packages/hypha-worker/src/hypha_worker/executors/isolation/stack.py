@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -32,8 +32,8 @@ class IsolationStack:
     """The working layers, the first one applied first; without any, a process is only started as the worker's user."""
 
     layers: Sequence[Layer] = ()
-    findings: Sequence[tuple[str, Finding]] = ()
-    """Name and finding of every layer, also of those that do not work."""
+    findings: Mapping[str, Finding] = field(default_factory=dict)
+    """The finding of every layer by its name, also of those that do not work."""
     private: Sequence[Path] = ()
     """Files and folders of the worker that no job may see."""
 
@@ -102,8 +102,8 @@ def make_stack(work_dir: Path, private: Sequence[Path] = (), disabled: Collectio
         CgroupLayer(work_dir),  # outermost: systemd-run does not work inside of the others
     ]
     sandbox = Finding(False, DISABLED) if BubblewrapLayer.name in disabled else _probe_bubblewrap()
-    findings = [(layer.name, _examine(layer, disabled, sandbox)) for layer in layers]
-    working = [layer for layer, (_, finding) in zip(layers, findings, strict=True) if finding.works]
+    findings = {layer.name: _examine(layer, disabled, sandbox) for layer in layers}
+    working = [layer for layer in layers if findings[layer.name].works]
     return IsolationStack(working, findings, private)
 
 
