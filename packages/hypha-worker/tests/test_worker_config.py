@@ -349,8 +349,8 @@ def test_init_writes_the_detected_resources_and_run_accepts_them(tmp_path: Path)
     assert answer.exit_code == 0, answer.output
     config = load_config(WorkerConfig, file, {}, {}).config
     found = detect(tmp_path)
-    assert config.resources.cpu == found.cpu >= 1
-    assert config.resources.memory == pytest.approx(found.memory, abs=0.2)
+    assert config.resources.cpu == found["cpu"] >= 1
+    assert config.resources.memory == pytest.approx(found["memory"], abs=0.2)
     assert {entry.name for entry in config.executors} == {"diloco-transformer", "parameter-server"}
     assert run("config", "show", "--config", str(file)).exit_code == 0
     assert run("schema").exit_code == 0

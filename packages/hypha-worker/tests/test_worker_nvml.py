@@ -17,12 +17,13 @@ import pytest
 from click.testing import CliRunner
 
 from hypha_net.node.config.loader import load_config
+from hypha_proto.resources import Resources
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware import usage
 from hypha_worker.hardware.devices import device_nodes, find_devices
 from hypha_worker.hardware.nvml import Gpu, read_gpus
-from hypha_worker.leasing.capacity import GpuCapacity
+from hypha_worker.leasing.capacity import Capacity, GpuCapacity
 
 OK, NOT_SUPPORTED, DRIVER_NOT_LOADED = 0, 3, 9
 
@@ -216,7 +217,7 @@ async def test_without_uuids_gpus_are_visible_by_index(nvml: FakeNvml, seen_by_a
 def test_gpus_are_detected_if_their_sum_is_what_the_owner_offers(
     nvml: FakeNvml, gpu: float, shares: list[float]
 ) -> None:
-    found = find_devices((), gpu)
+    found = find_devices(Capacity(Resources(gpu=gpu)))
     assert [round(device.memory, 2) for device in found.devices] == shares
     assert [(device.index, device.uuid, device.minor) for device in found.devices] == [
         (0, "GPU-aaaa0000", 1),
@@ -225,8 +226,8 @@ def test_gpus_are_detected_if_their_sum_is_what_the_owner_offers(
 
 
 def test_gpus_whose_sum_differs_are_not_leased_one_by_one(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
-    found = find_devices((), 48.0)
-    assert (found.devices, found.largest) == ((), pytest.approx(85.9, abs=0.01))
+    found = find_devices(Capacity(Resources(gpu=48.0)))
+    assert (found.devices, found.largest_gpu) == ((), pytest.approx(85.9, abs=0.01))
     assert "resources.gpu is 48 GB, and the GPUs of this machine have 111.7 GB in all" in caplog.text
     assert "list the GPUs in [[resources.devices]]" in caplog.text
 
@@ -234,14 +235,14 @@ def test_gpus_whose_sum_differs_are_not_leased_one_by_one(nvml: FakeNvml, caplog
 def test_a_listed_gpu_that_the_driver_does_not_report_is_a_warning(
     nvml: FakeNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [device] = find_devices((GpuCapacity(7, 24.0),), 0.0).devices
+    [device] = find_devices(Capacity(Resources(), (GpuCapacity(7, 24.0),))).devices
     assert (device, device.uuid) == (GpuCapacity(7, 24.0), None)
     assert "the driver reports no GPU with index 7, only 0, 1" in caplog.text
 
 
 def test_a_worker_that_offers_no_gpu_does_not_open_nvml(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
     nvml.init = DRIVER_NOT_LOADED
-    assert find_devices((), 0.0).devices == ()
+    assert find_devices(Capacity(Resources())).devices == ()
     assert caplog.records == []
 
 

@@ -38,11 +38,6 @@ def example() -> dict[str, Any]:
     """Return the values that ``init`` fills in: a cache, the detected resources, and both kinds of executor."""
     from hypha_worker.hardware.detection import detect
 
-    found = detect(Path(WORK_DIR))
-    resources: dict[str, Any] = {"cpu": found.cpu, "memory": found.memory, "storage": found.storage}
-    if found.devices:
-        resources["gpu"] = sum(memory for _, memory in found.devices)
-        resources["devices"] = [{"index": index, "memory": memory} for index, memory in found.devices]
     arguments = ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
     train = {"class": "train", "name": "diloco-transformer", "runtime": "process"}
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
@@ -51,7 +46,7 @@ def example() -> dict[str, Any]:
     return {
         "work_dir": WORK_DIR,
         "cache": {"path": "hypha-cache"},
-        "resources": resources,
+        "resources": detect(Path(WORK_DIR)),
         "executors": [
             {
                 **train,

@@ -209,6 +209,7 @@ class WorkerConfig(NodeConfig):
     def capabilities(self) -> Capabilities:
         """Return what this worker can offer."""
         owned = self.resources
+        devices = tuple(GpuCapacity(device.index, device.memory) for device in owned.devices)
         amounts = Resources(gpu=owned.gpu, cpu=owned.cpu, storage=owned.storage, memory=owned.memory)
         given, cores = owned.default, owned.default.cpu
         if cores is None:
@@ -219,11 +220,7 @@ class WorkerConfig(NodeConfig):
             for descriptor in entry.descriptors:
                 sharded.setdefault(descriptor, entry.sharded)  # the first of a name runs its tasks
         spreading = frozenset(descriptor for descriptor, is_sharded in sharded.items() if is_sharded)
-        return Capabilities(Capacity(amounts, self.listed_devices()), frozenset(sharded), defaults, spreading)
-
-    def listed_devices(self) -> tuple[GpuCapacity, ...]:
-        """Return the GPUs that the configuration lists."""
-        return tuple(GpuCapacity(device.index, device.memory) for device in self.resources.devices)
+        return Capabilities(Capacity(amounts, devices), frozenset(sharded), defaults, spreading)
 
     def make_cache(self) -> ContentCache | None:
         """Return the cache, which is not open yet; None without one."""

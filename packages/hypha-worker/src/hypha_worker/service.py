@@ -64,7 +64,7 @@ from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
 from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
 from hypha_worker.hardware.devices import find_devices
-from hypha_worker.leasing.capacity import Capabilities, Capacity
+from hypha_worker.leasing.capacity import Capabilities
 from hypha_worker.leasing.lease_manager import (
     Lease,
     LeaseEnd,
@@ -274,8 +274,7 @@ def _runtimes(config: WorkerConfig) -> list[Runtime]:
 def find_capabilities(config: WorkerConfig) -> Capabilities:
     """Return what this worker can offer, with the GPUs that the driver reports. Takes up to a second."""
     capabilities = config.capabilities()
-    found = find_devices(config.listed_devices(), config.resources.gpu)
-    return replace(capabilities, capacity=Capacity(capabilities.capacity.resources, found.devices, found.largest))
+    return replace(capabilities, capacity=find_devices(capabilities.capacity))
 
 
 def make_access_policy(config: WorkerConfig) -> AccessPolicy:

@@ -331,30 +331,23 @@ class PeerFiles:
         self.storage.traffic.sent += sent
         return sent
 
-    async def push_each(
+    async def _push_to_all(
         self, peers: Sequence[PeerId], content: Path | FileIO, header: PushHeader
-    ) -> tuple[dict[PeerId, int], dict[PeerId, NetError]]:
-        """Push to all of `peers` concurrently; return the bytes sent to each, and the errors of the others."""
+    ) -> dict[PeerId, int]:
         sent: dict[PeerId, int] = {}
-        failed: dict[PeerId, NetError] = {}
+        failures: list[NetError] = []
 
         async def push_one(peer: PeerId) -> None:
             try:
                 sent[peer] = await self.push_to(peer, content, header)
             except NetError as error:
-                failed[peer] = error
+                failures.append(error)
 
         async with anyio.create_task_group() as tasks:
             for peer in peers:
                 tasks.start_soon(push_one, peer)
-        return sent, failed
-
-    async def _push_to_all(
-        self, peers: Sequence[PeerId], content: Path | FileIO, header: PushHeader
-    ) -> dict[PeerId, int]:
-        sent, failed = await self.push_each(peers, content, header)
-        if failed:
-            raise _push_error(header.name, list(failed.values()))
+        if failures:
+            raise _push_error(header.name, failures)
         return sent
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -17,25 +17,16 @@ from hypha_worker.hardware.control_groups import cpu_quota, memory_quota
 from hypha_worker.hardware.nvml import read_gpus
 
 
-@dataclass(frozen=True, slots=True)
-class DetectedResources:
-    """Resources of this machine; memory and storage in GB."""
-
-    cpu: float
-    memory: float
-    storage: float
-    devices: tuple[tuple[int, float], ...]
-    """Index and memory (GB) of each GPU."""
-
-
-def detect(work_dir: Path) -> DetectedResources:
-    """Detect the resources; storage is that of the disk with `work_dir`, which need not exist."""
-    return DetectedResources(
-        cpu=_cores(),
-        memory=_to_gigabytes(min(psutil.virtual_memory().total, memory_quota())),
-        storage=_to_gigabytes(free_bytes(work_dir)),
-        devices=tuple((gpu.index, _to_gigabytes(gpu.memory)) for gpu in read_gpus()),
-    )
+def detect(work_dir: Path) -> dict[str, Any]:
+    """Return the table ``[resources]``; storage is that of the disk with `work_dir`, which need not exist."""
+    found: dict[str, Any] = {
+        "cpu": _cores(),
+        "memory": _to_gigabytes(min(psutil.virtual_memory().total, memory_quota())),
+        "storage": _to_gigabytes(free_bytes(work_dir)),
+    }
+    if devices := [{"index": gpu.index, "memory": _to_gigabytes(gpu.memory)} for gpu in read_gpus()]:
+        found |= {"gpu": sum(device["memory"] for device in devices), "devices": devices}
+    return found
 
 
 def _cores() -> float:

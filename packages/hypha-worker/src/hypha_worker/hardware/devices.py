@@ -12,13 +12,13 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from hypha_proto.resources import GIGABYTE
 from hypha_worker.hardware.nvml import Gpu, read_gpus
-from hypha_worker.leasing.capacity import GpuCapacity
+from hypha_worker.leasing.capacity import Capacity, GpuCapacity
 
 _log = logging.getLogger(__name__)
 
@@ -30,38 +30,26 @@ _NVIDIA_CONTROL: Final = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 _RENDER_MINOR: Final = re.compile(r"^drm_render_minor ([1-9][0-9]*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundDevices:
-    """The devices that leases can have."""
-
-    devices: tuple[GpuCapacity, ...] = ()
-    """Empty if they are not known one by one."""
-    largest: float = math.inf
-    """GB of the largest GPU, if `devices` is empty although there are some."""
-
-
-def find_devices(listed: Sequence[GpuCapacity], gpu: float) -> FoundDevices:
-    """Return the devices of a worker with their UUIDs. Takes up to a second: call it in a thread.
+def find_devices(stated: Capacity) -> Capacity:
+    """Return the capacity of a worker with its devices and their UUIDs. Takes up to a second: call it in a thread.
 
     Args:
-        listed: those of the configuration.
-        gpu: GB of all GPUs together in the configuration; if it lists none but their detected memory sums up to this,
-            the detected ones are returned, each with its share of `gpu`.
+        stated: that of the configuration. If it lists no devices but the memory of the detected ones sums up to its
+            GPU memory, these are returned, each with its share of that.
     """
-    if not listed and not gpu:
-        return FoundDevices()
+    gpu = stated.resources.gpu
+    if not stated.devices and not gpu:
+        return stated
     found = read_gpus()
-    if listed:
-        return FoundDevices(_identify(listed, found))
+    if stated.devices:
+        return replace(stated, devices=_identify(stated.devices, found))
     total = sum(each.memory for each in found) / GIGABYTE
     if found and abs(total - gpu) <= _TOLERANCE * total:
-        return FoundDevices(
-            tuple(
-                GpuCapacity(each.index, each.memory / GIGABYTE * gpu / total, each.uuid, each.minor) for each in found
-            )
-        )
+        shares = ((each, each.memory / GIGABYTE * gpu / total) for each in found)
+        devices = tuple(GpuCapacity(each.index, share, each.uuid, each.minor) for each, share in shares)
+        return replace(stated, devices=devices)
     _warn_about_undivided(found, total, gpu)
-    return FoundDevices(largest=max((each.memory / GIGABYTE for each in found), default=math.inf))
+    return replace(stated, largest_gpu=max((each.memory / GIGABYTE for each in found), default=math.inf))
 
 
 def _identify(listed: Sequence[GpuCapacity], found: Sequence[Gpu]) -> tuple[GpuCapacity, ...]:

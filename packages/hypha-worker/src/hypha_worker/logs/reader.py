@@ -121,7 +121,7 @@ def _prefer_equal(logs: list[StoredLog], is_equal: Callable[[StoredLog], bool]) 
 
 def read_log(path: Path, tail: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a log, the last ones if `tail` is their number."""
-    with _open(older_half(path)) as older, _open(path) as newer:
+    with open_or_empty(older_half(path)) as older, open_or_empty(path) as newer:
         lines = chain(_lines(older), _lines(newer))
         yield from lines if tail is None else deque(lines, maxlen=tail)
 
@@ -134,8 +134,8 @@ def follow_log(path: Path, wait: Callable[[], None], tail: int | None = None) ->
         wait: waits a moment for further output.
         tail: number of lines to begin with; all if None.
     """
-    with _open(older_half(path)) as older:
-        file = _open(path)
+    with open_or_empty(older_half(path)) as older:
+        file = open_or_empty(path)
         lines = chain(_lines(older), _lines(file))
         yield from lines if tail is None else deque(lines, maxlen=tail)
     try:
@@ -145,7 +145,7 @@ def follow_log(path: Path, wait: Callable[[], None], tail: int | None = None) ->
                 yield block
             if _is_replaced(file, path):
                 file.close()
-                file = _open(path)
+                file = open_or_empty(path)
             elif is_last:
                 return
             else:
@@ -162,10 +162,10 @@ def _is_replaced(file: FileIO, path: Path) -> bool:
         return False
 
 
-def _open(path: Path) -> FileIO:
+def open_or_empty(path: Path) -> FileIO:
     """Open a file; one that does not exist is empty."""
     try:
-        return FileIO(path)
+        return FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
     except FileNotFoundError:
         return FileIO(os.devnull)
 

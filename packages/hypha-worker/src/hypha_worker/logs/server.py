@@ -9,15 +9,16 @@ import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import anyio
 import anyio.to_thread
 
 from hypha_proto.ids import PeerId
 from hypha_proto.job_logs import MAX_LOGS, MAX_TEXT, ListLogs, LogEntry, LogPart, LogsListed, ReadLog
-from hypha_worker.logs.reader import list_job_logs
+from hypha_worker.logs.reader import list_job_logs, open_or_empty
 from hypha_worker.logs.redaction import LogRedaction
 from hypha_worker.logs.run_log import LogFolder, has_ended, older_half, read_origin
 
@@ -32,7 +33,7 @@ _UNFINISHED_WORD: Final = re.compile(rb"\S*\Z")
 class OpenLog:
     """Both halves of a log as they are at one moment, whatever is written later."""
 
-    halves: tuple[BinaryIO, ...]
+    halves: tuple[FileIO, ...]
     sizes: tuple[int, ...]
     start: int
     """Position of the first byte that is there."""
@@ -124,13 +125,5 @@ def _open(path: Path, scheduler: PeerId, files: ExitStack) -> OpenLog | None:
     if origin is None or origin.scheduler != scheduler:
         return None
     ended = has_ended(path)
-    halves = tuple(files.enter_context(_open_file(each)) for each in (older_half(path), path))
+    halves = tuple(files.enter_context(open_or_empty(each)) for each in (older_half(path), path))
     return OpenLog(halves, tuple(os.fstat(file.fileno()).st_size for file in halves), origin.dropped, ended)
-
-
-def _open_file(path: Path) -> BinaryIO:
-    """Open a file; one that does not exist is empty."""
-    try:
-        return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb")
-    except FileNotFoundError:
-        return open(os.devnull, "rb")
