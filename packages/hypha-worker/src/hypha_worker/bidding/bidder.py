@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
@@ -42,39 +43,31 @@ _REQUESTS: Final = instrumentation.Counter(
 )
 
 
+@dataclass(slots=True)
 class Bidder:
     """Answers requests on the topic ``hypha/worker`` with offers."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        arbiter: Arbiter,
-        lease_manager: LeaseManager,
-        sweep: Callable[[float], None],
-        history: RequestHistory | None = None,
-    ) -> None:
-        """Make a bidder.
+    endpoint: Endpoint
+    """Where requests arrive and offers are sent from."""
+    arbiter: Arbiter
+    """Decides which requests get an offer."""
+    lease_manager: LeaseManager
+    """Reserves what is offered."""
+    sweep: Callable[[float], None]
+    """Ends leases that have expired, so that their resources can be offered again; gets the local clock."""
+    history: RequestHistory = field(default_factory=RequestHistory)
+    """Keeps what was decided, for the owner."""
+    _queue: RequestQueue = field(init=False)
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+    _failures: LogThrottle = field(default_factory=LogThrottle)
 
-        Args:
-            endpoint: where requests arrive and offers are sent from.
-            arbiter: decides which requests get an offer.
-            lease_manager: reserves what is offered.
-            sweep: ends leases that have expired, so that their resources can be offered again; gets the local clock.
-            history: keeps what was decided, for the owner.
-        """
-        self._endpoint = endpoint
-        self._arbiter = arbiter
-        self._history = RequestHistory() if history is None else history
-        self._lease_manager = lease_manager
-        self._sweep = sweep
-        self._queue = RequestQueue(arbiter, lease_manager)
-        self._changed = anyio.Event()
-        self._failures = LogThrottle()
-        lease_manager.on_freed = self._note_freed
+    def __post_init__(self) -> None:
+        self._queue = RequestQueue(self.arbiter, self.lease_manager)
+        self.lease_manager.on_freed = self._note_freed
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Listen for requests and answer them, until cancelled."""
-        async with pubsub.subscribe(self._endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
+        async with pubsub.subscribe(self.endpoint, WORKER_REQUESTS) as messages, anyio.create_task_group() as tasks:
             tasks.start_soon(self._decide_requests, tasks)
             task_status.started()
             async for scheduler, request in messages:
@@ -92,13 +85,13 @@ class Bidder:
                 with anyio.move_on_after(due):
                     await self._changed.wait()
             now = anyio.current_time()
-            self._sweep(now)
+            self.sweep(now)
             decision = self._queue.decide(now)
             _log.debug("%d requests, %d offers", len(decision.requests), len(decision.offers))
             traces = _record_decision(decision, now)
             for plan in decision.offers:
                 lease = self._reserve(plan, now)
-                self._history.note_offer(plan.received_request, plan.price)
+                self.history.note_offer(plan.received_request, plan.price)
                 tasks.start_soon(self._send_offer, lease, tasks, traces.get((lease.scheduler, lease.request_id)))
 
             self._note_refusals(decision)
@@ -107,11 +100,11 @@ class Bidder:
         offered = {plan.received_request.key for plan in decision.offers}
         for received in decision.requests:
             if received.key not in offered:
-                self._history.note_refusal(received, explain_refusal(self._arbiter, self._lease_manager, received))
+                self.history.note_refusal(received, explain_refusal(self.arbiter, self.lease_manager, received))
 
     def _reserve(self, plan: PlannedOffer, now: float) -> Lease:
         received = plan.received_request
-        return self._lease_manager.offer(
+        return self.lease_manager.offer(
             uuid.uuid4(),
             received.scheduler,
             received.request.id,
@@ -126,13 +119,13 @@ class Bidder:
         try:
             with instrumentation.span("offer", {"hypha.price": lease.price}, parent=traceparent):
                 await self._connect(lease.scheduler, tasks)
-                now, round_trip = anyio.current_time(), self._endpoint.round_trip_time(lease.scheduler)
-                self._lease_manager.start_offer(lease.id, now, round_trip)
+                now, round_trip = anyio.current_time(), self.endpoint.round_trip_time(lease.scheduler)
+                self.lease_manager.start_offer(lease.id, now, round_trip)
                 offer = _make_offer(lease, lease.remaining(now))
-                await rpc.call(self._endpoint, lease.scheduler, OFFER, offer, timeout=ACKNOWLEDGE_TIMEOUT)
+                await rpc.call(self.endpoint, lease.scheduler, OFFER, offer, timeout=ACKNOWLEDGE_TIMEOUT)
         except (NetError, LeaseError) as error:
             self._queue.deferred.forget(lease.scheduler)
-            self._lease_manager.cancel_offer(lease.id)
+            self.lease_manager.cancel_offer(lease.id)
             self._log_failure(lease, error)
 
     async def _connect(self, scheduler: PeerId, tasks: anyio.abc.TaskGroup) -> None:
@@ -144,13 +137,13 @@ class Bidder:
         Raises:
             UnreachableError: there is no connection within `DIAL_TIMEOUT`.
         """
-        if self._endpoint.round_trip_time(scheduler) is not None:
+        if self.endpoint.round_trip_time(scheduler) is not None:
             return
         done, failures = anyio.Event(), [f"{scheduler} is not connected after {DIAL_TIMEOUT:g} s"]
 
         async def attempt() -> None:
             try:
-                await self._endpoint.connect_peer(scheduler, timeout=ATTEMPT_TIMEOUT)
+                await self.endpoint.connect_peer(scheduler, timeout=ATTEMPT_TIMEOUT)
             except NetError as error:
                 failures.append(str(error))
             done.set()
@@ -158,7 +151,7 @@ class Bidder:
         tasks.start_soon(attempt)
         with anyio.move_on_after(DIAL_TIMEOUT):
             await done.wait()
-        if self._endpoint.round_trip_time(scheduler) is None and scheduler not in self._endpoint.connected_peers():
+        if self.endpoint.round_trip_time(scheduler) is None and scheduler not in self.endpoint.connected_peers():
             raise UnreachableError(failures[-1])
 
     def _log_failure(self, lease: Lease, error: Exception) -> None:

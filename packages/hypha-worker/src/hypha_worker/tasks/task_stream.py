@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anyio
@@ -71,40 +72,31 @@ class StreamRefusedError(RequestError):
     """The scheduler has no stream for the lease, and says why."""
 
 
+@dataclass(slots=True)
 class TaskStream:
-    """The worker's side of the stream of one lease."""
+    """The worker's side of the stream of one lease; nothing is opened before `run`."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        scheduler: PeerId,
-        lease: uuid.UUID,
-        start: Callable[[AttemptId, TaskSpec], None],
-        find: Callable[[AttemptId], TaskRun | None],
-    ) -> None:
-        """Prepare; nothing is opened before `run`.
+    endpoint: Endpoint
+    """Opens the streams."""
+    scheduler: PeerId
+    """The holder of the lease."""
+    lease: uuid.UUID
+    start: Callable[[AttemptId, TaskSpec], None]
+    """Starts an attempt; raises `ExecutionError` if its definition is malformed or cannot run on this worker, and
+    `LeaseError` if it cannot run here now."""
+    find: Callable[[AttemptId], TaskRun | None]
+    """Returns an attempt if it runs."""
+    channel: MessageChannel[StatusUpdate, TaskDefinition] = field(init=False)
+    """Has the status updates that the scheduler has not handled."""
+    job_id: uuid.UUID | None = None
+    """Job that holds the lease; None before the first answer."""
+    _newest: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Newest attempt that was defined, by task."""
+    _refusals: LogThrottle = field(default_factory=LogThrottle)
+    _sent: int = 0
 
-        Args:
-            endpoint: opens the streams.
-            scheduler: the holder of the lease.
-            lease: the lease.
-            start: starts an attempt; raises `ExecutionError` if its definition is malformed or cannot run on this
-                worker, and `LeaseError` if it cannot run here now.
-            find: returns an attempt if it runs.
-        """
-        self._endpoint = endpoint
-        self._scheduler = scheduler
-        self._lease = lease
-        self._start = start
-        self._find = find
-        self.channel = MessageChannel[StatusUpdate, TaskDefinition](_WorkerCodec(), self._handle, MAX_FRAME)
-        """Has the status updates that the scheduler has not handled."""
-        self._newest: OrderedDict[str, int] = OrderedDict()
-        """Newest attempt that was defined, by task."""
-        self._refusals = LogThrottle()
-        self.job_id: uuid.UUID | None = None
-        """Job that holds the lease; None before the first answer."""
-        self._sent = 0
+    def __post_init__(self) -> None:
+        self.channel = MessageChannel(_WorkerCodec(), self._handle, MAX_FRAME)
 
     # -------------------------------------------------------------------------------------------------- status updates
 
@@ -113,7 +105,7 @@ class TaskStream:
         try:
             self.channel.send(update)
         except ChannelError as error:
-            _log.error("a status update of task %s on lease %s is lost: %s", update.attempt.task, self._lease, error)
+            _log.error("a status update of task %s on lease %s is lost: %s", update.attempt.task, self.lease, error)
         else:
             self._sent += 1
 
@@ -137,7 +129,7 @@ class TaskStream:
             self._update(attempt, answered=self._answer(attempt, definition.command))
         elif definition.start is not None:
             self._try_to_start(attempt, definition.start)
-        elif (run := self._find(attempt)) is not None:
+        elif (run := self.find(attempt)) is not None:
             if definition.stop is not None:
                 run.stop(definition.stop.reason)
             elif definition.drain is not None:
@@ -147,14 +139,14 @@ class TaskStream:
 
     def _try_to_start(self, attempt: AttemptId, spec: TaskSpec) -> None:
         try:
-            self._start(attempt, spec)
+            self.start(attempt, spec)
         except ExecutionError as error:
             self._refuse("malformed", attempt, str(error), failed=TaskFailed(reason=status_text(str(error))))
         except LeaseError as error:
             self._refuse("unable", attempt, str(error), cancelled=TaskCancelled(reason=status_text(str(error))))
 
     def _answer(self, attempt: AttemptId, command: TaskCommand) -> CommandAnswer:
-        if (run := self._find(attempt)) is not None:
+        if (run := self.find(attempt)) is not None:
             return run.handle_command(command)
         reason = f"attempt {attempt.number} at it does not run on this lease"
         return CommandAnswer(number=command.number, accepted=False, reason=reason)
@@ -167,7 +159,7 @@ class TaskStream:
         _REFUSED.add(1, {"hypha.reason": why})
         task = f"task {attempt.task}, attempt {attempt.number}"
         text = "definition of %s by %s refused: %s"
-        self._refusals.log(_log, logging.WARNING, why, text, task, self._scheduler, reason)
+        self._refusals.log(_log, logging.WARNING, why, text, task, self.scheduler, reason)
         if update:
             self._update(attempt, **update)
 
@@ -182,11 +174,11 @@ class TaskStream:
                 await self._exchange()
             except StreamRefusedError as error:  # as while the end of the lease is on its way
                 if outage.is_due(type(error).__name__):
-                    _log.info("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, error)
+                    _log.info("task stream of lease %s to scheduler %s: %s", self.lease, self.scheduler, error)
             except (NetError, DecodeError, TimeoutError) as error:
                 if outage.is_due(type(error).__name__):
                     reason = str(error) or "no answer in time"
-                    _log.warning("task stream of lease %s to scheduler %s: %s", self._lease, self._scheduler, reason)
+                    _log.warning("task stream of lease %s to scheduler %s: %s", self.lease, self.scheduler, reason)
             if self._exchanged != before or anyio.current_time() - began >= STABLE:
                 failures, outage = 0, OutageLogSchedule()
             await retries.STREAM.wait(failures)
@@ -199,7 +191,7 @@ class TaskStream:
 
     async def _exchange(self) -> None:
         """Subscribe once, and exchange messages until the stream ends."""
-        stream = await self._endpoint.open_stream(self._scheduler, [TASKS])
+        stream = await self.endpoint.open_stream(self.scheduler, [TASKS])
         try:
             with anyio.fail_after(ANSWER_TIMEOUT):
                 answer = await self._subscribe(stream)
@@ -213,7 +205,7 @@ class TaskStream:
                 await stream.aclose()
 
     async def _subscribe(self, stream: Stream) -> Subscribed:
-        wanted = Subscribe(lease=self._lease, next=self.channel.next_wanted, first=self.channel.oldest)
+        wanted = Subscribe(lease=self.lease, next=self.channel.next_wanted, first=self.channel.oldest)
         await send_frame(stream, to_cbor(Subscribe, wanted))
         data = await receive_frame(stream, MAX_FRAME)
         if data is None:

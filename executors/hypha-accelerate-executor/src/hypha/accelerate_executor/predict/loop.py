@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
@@ -61,31 +61,26 @@ class RowCounts:
         }
 
 
+@dataclass(slots=True)
 class InferenceLoop:
-    """Computes slices until none is left."""
+    """Computes slices until none is left; nothing runs before `run`."""
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        task: InferenceTask,
-        computation: Classifier | Generator,
-        queue: SliceQueue,
-        spans: Spans,
-        delay: float = 0.0,
-    ) -> None:
-        """Store the parts; nothing runs before `run`.
+    bridge: Bridge
+    task: InferenceTask
+    computation: Classifier | Generator
+    queue: SliceQueue
+    spans: Spans
+    """Records the work done."""
+    delay: float = 0.0
+    """Seconds added to every batch, for tests and benchmarks of uneven workers."""
+    _batch_size: int | None = field(init=False)
+    _progress: RowCounts = field(default_factory=RowCounts)
+    _begun: float = field(default_factory=time.monotonic)
+    _reported: float = field(default_factory=time.monotonic)
+    _drains: bool = False
 
-        Args:
-            spans: records the work done.
-            delay: seconds added to every batch, for tests and benchmarks of uneven workers.
-        """
-        self._bridge, self._task, self._computation, self._queue = bridge, task, computation, queue
-        self._spans, self._delay = spans, delay
-        self._batch_size = computation.rows_at_once
-        self._progress = RowCounts()
-        self._begun = time.monotonic()
-        self._reported = time.monotonic()
-        self._drains = False
+    def __post_init__(self) -> None:
+        self._batch_size = self.computation.rows_at_once
 
     def run(self) -> RowCounts:
         """Compute slices until the scheduler has no further one, or wants this worker to end.
@@ -93,13 +88,13 @@ class InferenceLoop:
         Raises:
             ExecutorError: a slice could not be fetched or computed, or a part not sent.
         """
-        while not self._drains and (fetched := self._queue.take()) is not None:
-            self._queue.prefetch()  # the second slice in hand; after the part before it
-            with self._spans.span("compute slice", slice=_slice_index(fetched)):
+        while not self._drains and (fetched := self.queue.take()) is not None:
+            self.queue.prefetch()  # the second slice in hand; after the part before it
+            with self.spans.span("compute slice", slice=_slice_index(fetched)):
                 self._compute_slice(fetched)
             self._report()
-            self._spans.flush()
-        self._queue.flush()
+            self.spans.flush()
+        self.queue.flush()
         if self._drains:
             logger.info("the scheduler drains this worker")
         return self._progress
@@ -107,17 +102,17 @@ class InferenceLoop:
     def _compute_slice(self, fetched: Fetched) -> None:
         index = _slice_index(fetched)
         with closing(open_slice(fetched.path)) as rows:
-            part = Part(index, rows, self._task.copied_columns)
+            part = Part(index, rows, self.task.copied_columns)
             for row, outcome in self._outcomes(rows, index):
                 self._count(part, row, outcome, index, fetched)
-            path = self._bridge.work_dir / part_name(index)
+            path = self.bridge.work_dir / part_name(index)
             count = part.write(path)
         fetched.path.unlink(missing_ok=True)
         self._progress.slices += 1
-        self._queue.send(path, index, count)
+        self.queue.send(path, index, count)
 
     def _count(self, part: Part, row: int, outcome: Result | RowError, index: int, fetched: Fetched) -> None:
-        if isinstance(outcome, RowError) and self._task.inference.on_error == "fail":
+        if isinstance(outcome, RowError) and self.task.inference.on_error == "fail":
             dataset = fetched.metadata.get("dataset", "")
             raise RowFailed(f"dataset {dataset!r}, slice {index}, row {row}: {outcome}")
         before = part.errors
@@ -131,19 +126,19 @@ class InferenceLoop:
         groups: dict[Hashable, list[tuple[int, Any]]] = {}
         for row in range(rows.count):
             try:
-                prepared = self._computation.prepare(rows, row)
+                prepared = self.computation.prepare(rows, row)
                 groups.setdefault(prepared.alike, []).append((row, prepared))
             except Exception as error:  # noqa: BLE001 – whatever a tokenizer raises is recorded with its row
                 yield row, row_error_of(error)
         size = self._batch_size or rows.count
         batches = BatchComputer[tuple[int, Any], Result | RowError](
-            lambda batch: self._computation.compute(rows, index, batch), size
+            lambda batch: self.computation.compute(rows, index, batch), size
         )
         for batch in itertools.chain.from_iterable(map(batches, groups.values())):
             for (row, _), outcome in batch:
                 yield row, outcome
-            if self._delay:
-                time.sleep(self._delay)
+            if self.delay:
+                time.sleep(self.delay)
             if time.monotonic() - self._reported >= _REPORT_SECONDS:
                 self._report()
         if batches.size < size:
@@ -152,7 +147,7 @@ class InferenceLoop:
     def _report(self) -> None:
         self._reported = time.monotonic()
         try:
-            self._drains = self._bridge.report_task(self._progress.metrics(self._reported - self._begun))
+            self._drains = self.bridge.report_task(self._progress.metrics(self._reported - self._begun))
         except BridgeRefused as error:  # the results do not depend on it
             logger.warning("the worker refused a report of the progress: %s", error)
 

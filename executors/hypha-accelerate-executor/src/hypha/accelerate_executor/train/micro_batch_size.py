@@ -14,6 +14,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -39,35 +40,22 @@ _MEBIBYTE: Final = 1 << 20
 Arguments = Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
 class MicroBatchSizer:
     """Finds the largest number of samples that a model can train on at once; leaves model and optimizer unchanged."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: torch.nn.Module,
-        optimizer: InnerOptimizer,
-        device: Device,
-        *,
-        memory: int | None,
-        weight_copies: int = 0,
-    ) -> None:
-        """Store the parts.
-
-        Args:
-            trainer: computes the loss of `module`.
-            module: the model on its device.
-            optimizer: its optimizer, which has not stepped.
-            device: where the model is; no other process computes it.
-            memory: bytes of main memory that this process may have; None to fill the device's memory to find its end.
-            weight_copies: further copies of the weights that this process makes in main memory.
-        """
-        self._trainer = trainer
-        self._module = module
-        self._optimizer = optimizer
-        self._device = device
-        self._memory = memory
-        self._weight_copies = weight_copies
+    trainer: Trainer
+    """Computes the loss of `module`."""
+    module: torch.nn.Module
+    """The model on its device."""
+    optimizer: InnerOptimizer
+    """Its optimizer, which has not stepped."""
+    device: Device
+    """Where the model is; no other process computes it."""
+    memory: int | None
+    """Bytes of main memory that this process may have; None to fill the device's memory to find its end."""
+    weight_copies: int = 0
+    """Further copies of the weights that this process makes in main memory."""
 
     def find(self, batch: Batch, at_most: int) -> int:
         """Return how many samples to compute at once: from 1 to `at_most`.
@@ -83,14 +71,14 @@ class MicroBatchSizer:
         """
         if at_most <= 1:
             return at_most
-        arguments = self._trainer.arguments(batch)
-        with _unchanged_buffers(self._module):
+        arguments = self.trainer.arguments(batch)
+        with _unchanged_buffers(self.module):
             least = self._least(arguments)
             if least is None or least >= at_most:
                 return at_most  # if the model cannot take the batch, training says so
-            if self._memory is None:
+            if self.memory is None:
                 return self._try_sizes(arguments, least, at_most)
-            return self._compute_size(arguments, least, at_most, self._memory)
+            return self._compute_size(arguments, least, at_most, self.memory)
 
     def _least(self, arguments: Arguments) -> int | None:
         """Return the smallest number of samples that the model takes; None if neither one nor two.
@@ -100,7 +88,7 @@ class MicroBatchSizer:
         for samples in (1, 2):
             try:
                 with torch.no_grad():
-                    self._trainer.loss(_rows(arguments, samples))
+                    self.trainer.loss(_rows(arguments, samples))
             except DataError as error:
                 if _ran_out(error):
                     raise
@@ -125,13 +113,13 @@ class MicroBatchSizer:
 
     def _bytes_to_come(self) -> int:
         """Return how much more memory the process takes when it has trained: gradients, AdamW's state, copies."""
-        trained = sum(parameter.nbytes for parameter in self._optimizer.parameters)
-        whole = sum(parameter.nbytes for parameter in self._module.parameters())
-        return (1 + _MOMENTS) * trained + self._weight_copies * whole
+        trained = sum(parameter.nbytes for parameter in self.optimizer.parameters)
+        whole = sum(parameter.nbytes for parameter in self.module.parameters())
+        return (1 + _MOMENTS) * trained + self.weight_copies * whole
 
     def _saved_bytes(self, arguments: Arguments) -> int:
         """Return how much memory a forward pass keeps for the backward pass, apart from parameters and buffers."""
-        own = (*self._module.parameters(), *self._module.buffers())
+        own = (*self.module.parameters(), *self.module.buffers())
         known = {tensor.untyped_storage().data_ptr() for tensor in own if _has_storage(tensor)}
         saved: dict[int, int] = {}
 
@@ -141,12 +129,12 @@ class MicroBatchSizer:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = self._trainer.loss(arguments)
+            loss = self.trainer.loss(arguments)
         del loss
         return sum(saved.values())
 
     def _try_sizes(self, arguments: Arguments, least: int, at_most: int) -> int:
-        moments = [torch.empty_like(parameter) for parameter in self._optimizer.parameters for _ in range(_MOMENTS)]
+        moments = [torch.empty_like(parameter) for parameter in self.optimizer.parameters for _ in range(_MOMENTS)]
         try:
             return double_while(lambda samples: self._fits(arguments, samples), least, at_most)
         finally:
@@ -157,14 +145,14 @@ class MicroBatchSizer:
         """Return whether memory suffices for the gradients of some samples."""
         ran_out = False
         try:
-            with self._device.synchronised(self._module, True):
-                self._device.backward(self._trainer.loss(_rows(arguments, samples)))
+            with self.device.synchronised(self.module, True):
+                self.device.backward(self.trainer.loss(_rows(arguments, samples)))
         except (DataError, MemoryError, RuntimeError) as error:
             if not _ran_out(error):
                 raise
             ran_out = True
         finally:
-            self._optimizer.adamw.zero_grad(set_to_none=True)
+            self.optimizer.adamw.zero_grad(set_to_none=True)
         if ran_out:
             torch.cuda.empty_cache()  # only now: the error's frames have held the tensors
         return not ran_out

@@ -6,7 +6,8 @@ The next round goes on while peers that cannot be reached still have attempts le
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -25,48 +26,40 @@ LAST_PATIENCE: Final = 10.0
 """The same for the outer update of the last round, after which nothing is pushed any more."""
 
 
+@dataclass(slots=True)
 class OuterPush:
     """The push of the outer update of one round."""
 
-    def __init__(
-        self,
-        path: Path,
-        header: PushHeader,
-        members: Iterable[PeerId],
-        others: Iterable[PeerId] = (),
-        *,
-        repeats: bool = False,
-    ) -> None:
-        """Prepare.
+    path: Path
+    """The outer update, which `run` removes in the end."""
+    header: PushHeader
+    """Describes it."""
+    members: Collection[PeerId]
+    """Receivers that are waited for: the scheduler, and those whose updates count."""
+    others: Collection[PeerId]
+    """All other receivers."""
+    repeats: bool
+    """Whether a receiver that cannot be reached is tried again until `stop`."""
+    reached: set[PeerId] = field(default_factory=set)
+    """Peers that have the outer update."""
+    _scopes: dict[PeerId, anyio.CancelScope] = field(default_factory=dict)
+    """Of the peers that still have attempts left."""
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+    _began: float = field(default_factory=anyio.current_time)
 
-        Args:
-            path: the outer update, which `run` removes in the end.
-            header: describes it.
-            members: receivers that are waited for: the scheduler, and those whose updates count.
-            others: all other receivers.
-            repeats: whether a receiver that cannot be reached is tried again until `stop`.
-        """
-        self._path = path
-        self._header = header
-        self._repeats = repeats
-        self._members = frozenset(members)
-        self._scopes = {peer: anyio.CancelScope() for peer in dict.fromkeys([*self._members, *others])}
-        """Of the peers that still have attempts left."""
-        self._changed = anyio.Event()
-        self._began = anyio.current_time()
-        self.reached: set[PeerId] = set()
-        """Peers that have the outer update."""
+    def __post_init__(self) -> None:
+        self._scopes = {peer: anyio.CancelScope() for peer in (*self.members, *self.others)}
 
     async def run(self, push_to: Callable[[PeerId, Path, PushHeader], Awaitable[int]]) -> None:
         """Push the outer update to all receivers; each failure is logged once."""
-        about = {"hypha.round": self._header.round, "hypha.peers": len(self._scopes)}
+        about = {"hypha.round": self.header.round, "hypha.peers": len(self._scopes)}
         try:
             with instrumentation.span("send outer update", about):
                 async with anyio.create_task_group() as tasks:
                     for peer in list(self._scopes):
                         tasks.start_soon(self._push_to, peer, push_to)
         finally:
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
     async def _push_to(self, peer: PeerId, push_to: Callable[[PeerId, Path, PushHeader], Awaitable[int]]) -> None:
         try:
@@ -84,11 +77,11 @@ class OuterPush:
     ) -> bool:
         """Push to one receiver; return whether no further attempt follows."""
         try:
-            await push_to(peer, self._path, self._header)
+            await push_to(peer, self.path, self.header)
         except NetError as error:
-            level = logging.DEBUG if failures else logging.WARNING if peer in self._members else logging.INFO
-            _log.log(level, "outer update of round %d did not reach %s: %s", self._header.round, peer, error)
-            return not self._repeats or isinstance(error, TransferRefusedError)
+            level = logging.DEBUG if failures else logging.WARNING if peer in self.members else logging.INFO
+            _log.log(level, "outer update of round %d did not reach %s: %s", self.header.round, peer, error)
+            return not self.repeats or isinstance(error, TransferRefusedError)
         self.reached.add(peer)
         return True
 
@@ -96,7 +89,7 @@ class OuterPush:
         """Push to some peers no longer; by default, to none."""
         for peer in list(self._scopes) if peers is None else peers:
             if peer in self._scopes:
-                _log.info("outer update of round %d is pushed to %s no longer", self._header.round, peer)
+                _log.info("outer update of round %d is pushed to %s no longer", self.header.round, peer)
                 self._scopes[peer].cancel()
 
     async def wait(self, scheduler: PeerId | None, patience: float = 0.0) -> None:
@@ -108,7 +101,7 @@ class OuterPush:
             patience: the least number of seconds that they have then.
         """
         with anyio.CancelScope() as scope:
-            while self._members & self._scopes.keys():
+            while not self._scopes.keys().isdisjoint(self.members):
                 now = anyio.current_time()
                 if scheduler is not None and scheduler not in self._scopes:
                     scope.deadline = min(scope.deadline, now + max(patience, now - self._began))

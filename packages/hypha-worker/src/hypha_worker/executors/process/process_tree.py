@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import psutil
 
 from hypha_worker.executors.isolation.layers import Confined, in_own_thread
+from hypha_worker.executors.process.spawn import SpawnedProcess
 from hypha_worker.work_dir import work_dir_key
 
 _log = logging.getLogger(__name__)
@@ -53,24 +54,11 @@ def make_token(work_dir: Path) -> str:
     return f"{work_dir_key(work_dir)}-{secrets.token_hex(16)}"
 
 
-class Child(Protocol):
-    """The process that is ended."""
-
-    @property
-    def pid(self) -> int:
-        """Its id, and that of its group."""
-        ...
-
-    async def wait(self) -> int:
-        """Wait for its end and reap it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessTree:
     """The processes of one run: the group of `leader`, those with `token`, and those that the layers know."""
 
-    leader: Child
+    leader: SpawnedProcess
     """The leader of its own session."""
     token: str
     """Value of `TOKEN_VARIABLE` in the environment of the run's processes."""
@@ -126,7 +114,7 @@ def _read_status(pid: int) -> tuple[int, int] | None:
 
 
 async def terminate_tree(
-    process: Child,
+    process: SpawnedProcess,
     token: str,
     confined: Confined,
     grace: float = TERM_GRACE,
