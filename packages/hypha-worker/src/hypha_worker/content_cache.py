@@ -33,7 +33,6 @@ from blake3 import blake3
 
 from hypha_net import instrumentation
 from hypha_net.connectors.content import CachedVersion
-from hypha_proto.ids import PeerId
 from hypha_worker.file_copy import copy_range, hash_file
 
 _log = logging.getLogger(__name__)
@@ -310,11 +309,6 @@ class SchedulerCache:
             source: what identifies it; may be secret.
         """
         return hashlib.sha256(json.dumps([self.scheduler, kind, source]).encode()).hexdigest()
-
-
-def cache_of(cache: ContentCache | None, scheduler: PeerId) -> SchedulerCache | None:
-    """Return what the jobs of a scheduler see of the worker's cache, if it has one."""
-    return None if cache is None else SchedulerCache(cache, str(scheduler))
 
 
 def _copy_verified(file: FileIO, target: Path, size: int, name: str) -> bool:

@@ -62,7 +62,7 @@ from hypha_worker.executor_health import EXCLUSION, ExecutorHealth
 from hypha_worker.executors.isolation.assessment import check_required, summarize
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
-from hypha_worker.executors.runtimes import HostSettings, Runtime, find_runtime
+from hypha_worker.executors.runtimes import HostSettings, find_runtime
 from hypha_worker.hardware.devices import find_devices
 from hypha_worker.leasing.capacity import Capabilities
 from hypha_worker.leasing.lease_manager import (
@@ -158,7 +158,7 @@ async def _become_ready(config: WorkerConfig, node: Node, worker: Worker) -> Non
         node.readiness.waiting(fault)
         await anyio.sleep(_FAULT_POLL)
     node.readiness.ready()
-    await anyio.to_thread.run_sync(_preload, _runtimes(config))
+    await anyio.to_thread.run_sync(_preload, config)
 
 
 async def _drain_after(event: anyio.Event, timeout: float, draining: WorkerDrain) -> None:
@@ -260,15 +260,10 @@ def _serve_logs(config: WorkerConfig, endpoint: Endpoint, logs: LogFolder) -> No
     rpc.serve(endpoint, READ_LOG, server.read_log)
 
 
-def _preload(runtimes: Iterable[Runtime]) -> None:
+def _preload(config: WorkerConfig) -> None:
     """Import what jobs will need, in a thread once the worker is ready, so that the first job does not wait."""
-    for runtime in runtimes:
-        runtime.preload()
-
-
-def _runtimes(config: WorkerConfig) -> list[Runtime]:
-    """Return the runtimes of the configured executors, each once."""
-    return [find_runtime(name) for name in sorted({executor.runtime for executor in config.executors})]
+    for name in sorted({executor.runtime for executor in config.executors}):
+        find_runtime(name).preload()
 
 
 def find_capabilities(config: WorkerConfig) -> Capabilities:

@@ -99,7 +99,7 @@ def _check_assigned(assigned: AssignedSlice, dataset: str) -> None:
             f"the scheduler assigned a slice of the format {assigned.format!r}, and this worker knows "
             f"{', '.join(SLICE_SUFFIXES)}: update hypha-worker"
         )
-    if _is_empty(assigned):
+    if assigned.end is not None and (assigned.first or 0) >= assigned.end:
         raise peer_failed(
             f"the scheduler assigned no sample of slice {assigned.index} of {dataset!r}: first "
             f"{assigned.first or 0} is not before end {assigned.end}"
@@ -109,11 +109,6 @@ def _check_assigned(assigned: AssignedSlice, dataset: str) -> None:
 def _is_refusal(answer: SlicesAnswer) -> bool:
     """Return whether a scheduler that has not taken up the job yet may have refused a slice for this reason."""
     return isinstance(answer, NotFound) or (isinstance(answer, WireError) and answer.message != NO_FREE_SLICE)
-
-
-def _is_empty(assigned: AssignedSlice) -> bool:
-    """Return whether the positions of an assigned slice leave no sample to be used."""
-    return assigned.end is not None and (assigned.first or 0) >= assigned.end
 
 
 def slice_suffix(assigned: AssignedSlice) -> str:

@@ -44,7 +44,7 @@ from hypha_proto.texts import one_line, shorten
 from hypha_proto.transfer import PushHeader, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
-from hypha_worker.content_cache import ContentCache, cache_of
+from hypha_worker.content_cache import ContentCache, SchedulerCache
 from hypha_worker.errors import ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.leasing.retention import Retention
@@ -153,7 +153,7 @@ class TaskRun:
         host, lease = self.host, self.lease
         work_dir = host.work_dir / f"hypha-{uuid.uuid4()}"
         limit = (lease.allocation.resources.storage or host.default_storage) * GIGABYTE
-        cache = cache_of(host.cache, lease.scheduler)
+        cache = None if host.cache is None else SchedulerCache(host.cache, str(lease.scheduler))
         storage = TaskStorage(work_dir, max(0, int(limit) - host.store.lease_bytes(lease.id)), cache)
         may_outlast = partial(host.lease_manager.may_outlast_renewals, lease.id)
         contact = SchedulerContact(host.endpoint, lease.scheduler, lambda: may_outlast(anyio.current_time()))

@@ -70,18 +70,14 @@ class LandlockRules(Confined):
 
     def apply(self, launch: Launch) -> None:
         """See `Confined.apply`."""
-        confinement = self.confinement
+        confinement, nodes = self.confinement, device_nodes(self.confinement.allocation.visible_devices)
         launch.steps["landlock"] = {
             "abi": self.abi,
             "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", *map(str, confinement.readable)],
-            "writable": [*_WRITABLE, *self._devices(), str(confinement.work_dir), *map(str, confinement.writable)],
+            "writable": [*_WRITABLE, *map(str, (*nodes, confinement.work_dir, *confinement.writable))],
             "network": confinement.network,
             "seccomp": seccomp_filter(platform.machine(), sees_others=True).hex(),
         }
-
-    def _devices(self) -> list[str]:
-        """Return the device nodes of the lease's GPUs."""
-        return [str(node) for node in device_nodes(self.confinement.allocation.visible_devices)]
 
 
 def landlock_abi() -> int:
