@@ -20,8 +20,8 @@ from hypha_worker.file_copy import copy_range
 from hypha_worker.task_storage import MAX_ENTRIES, TaskStorage
 
 
-async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: TaskStorage) -> int:
-    """Copy the file or folder at the absolute path `text` to `target` of the job's folder; return its bytes.
+async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolicy, storage: TaskStorage) -> None:
+    """Copy the file or folder at the absolute path `text` to `target` of the job's folder.
 
     Links below a folder are followed if they lead to files under the roots.
 
@@ -30,14 +30,13 @@ async def copy_local_files(text: str, target: PurePosixPath, access: AccessPolic
         StorageExceededError: it would exceed the storage.
         OSError: it cannot be written.
     """
-    return await storage.run(_copy_and_publish, text, target, access, storage)
+    await storage.run(_copy_and_publish, text, target, access, storage)
 
 
-def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, storage: TaskStorage) -> int:
+def _copy_and_publish(text: str, target: PurePosixPath, access: AccessPolicy, storage: TaskStorage) -> None:
     with storage.files.staged() as staged:
-        copied = copy_local_tree(text, staged, access, storage, hashed=False)
+        copy_local_tree(text, staged, access, storage, hashed=False)
         storage.files.publish(staged, target)
-    return sum(each.size for each in copied.values())
 
 
 def copy_local_tree(

@@ -377,13 +377,12 @@ class LeaseManager:
         if lease is not None and lease.state is LeaseState.OFFERED:
             self._end(lease, LeaseEnd.UNDELIVERED)
 
-    def sweep(self, now: float) -> list[Lease]:
-        """End leases that have expired; return those whose tasks must be cancelled now.
+    def sweep(self, now: float) -> None:
+        """End leases that have expired; those with a task stay until it is detached.
 
         Idle leases end only then, too: `renew` has told the scheduler this time. One whose task may run on without
         renewals is orphaned first.
         """
-        ended = []
         while self._lapsed and self._lapsed[0][0] <= now - LAPSE_MEMORY:
             self._lapsed.popleft()
         for lease in self.leases:
@@ -394,11 +393,9 @@ class LeaseManager:
                 if lease.expires <= now < lease.ends:
                     lease.state = LeaseState.ORPHANED
             if now >= lease.ends and lease.state is not LeaseState.ENDING:
-                ended.append(lease)
                 if lease.state is LeaseState.OFFERED:
                     self._lapsed.append((now, lease.scheduler))
                 self._end(lease, self._how_ended(lease, now))
-        return [lease for lease in ended if lease.has_task]
 
     def find(self, lease_id: uuid.UUID, scheduler: PeerId) -> Lease | None:
         """Return the lease if it is known and belongs to `scheduler`, else None."""

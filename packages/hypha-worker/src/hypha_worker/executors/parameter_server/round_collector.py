@@ -13,7 +13,7 @@ alone. Small updates are no outliers, since they do no harm.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -38,32 +38,6 @@ class UpdateNorm:
     def over(self, samples: float) -> float:
         """Return the norm to expect of an update over `samples`, if this one is an example."""
         return self.norm * max(1.0, samples / max(1.0, self.samples))
-
-
-@dataclass(slots=True)
-class UpdateNorms:
-    """Norms of the updates in the last rounds of one job."""
-
-    _rounds: deque[tuple[UpdateNorm, ...]] = field(default_factory=lambda: deque(maxlen=_ROUNDS))
-
-    def add_round(self, norms: Iterable[UpdateNorm]) -> None:
-        """Take the updates that were averaged in a round."""
-        self._rounds.append(tuple(norms))
-
-    def find_outliers(self, norms: Mapping[PeerId, UpdateNorm]) -> dict[PeerId, str]:
-        """Return which updates of a round are outliers, and why."""
-        last = [known for known_round in self._rounds for known in known_round]
-        found = {}
-        for peer, update in norms.items():
-            others = [other for sender, other in norms.items() if sender != peer]
-            expected = [norm for norm in (_expect(update, others), _expect(update, last)) if norm is not None]
-            if expected and update.norm > FACTOR * max(expected):
-                compared = " and ".join(f"{norm:.3g}" for norm in expected)
-                found[peer] = (
-                    f"its norm {update.norm:.3g} is over {FACTOR:g} times that of other updates, for which {compared} "
-                    "is usual"
-                )
-        return found
 
 
 def _expect(update: UpdateNorm, known: Iterable[UpdateNorm]) -> float | None:
@@ -143,7 +117,8 @@ class RoundCollector:
     """Senders of which an update was refused, with its round."""
     _used: dict[PeerId, set[str]] = field(default_factory=dict)
     """Digests of the updates in earlier rounds, by sender."""
-    _norms: UpdateNorms = field(default_factory=UpdateNorms)
+    _norms: deque[Collection[UpdateNorm]] = field(default_factory=lambda: deque(maxlen=_ROUNDS))
+    """Norms of the updates that were averaged in the last rounds."""
 
     def set_workers(self, workers: Iterable[PeerId]) -> None:
         """Replace the job's workers."""
@@ -265,8 +240,6 @@ class RoundCollector:
 
     def seconds_until_due(self, now: float) -> float | None:
         """Return the seconds until the current round is complete (0: now); None: not before another message."""
-        if self.round is None:
-            return None
         members = self._current_membership()
         if members is None:
             return None
@@ -277,12 +250,23 @@ class RoundCollector:
     @property
     def is_empty(self) -> bool:
         """Return whether no member's update of the current round has arrived."""
-        members = self._current_membership()
-        return members is None or not any((self.round, peer) in self._updates for peer in members.weights)
+        return not self._arrived_norms()
 
     def find_outliers(self) -> dict[PeerId, str]:
         """Return which updates of the current round are too large to be averaged with the others, and why."""
-        return self._norms.find_outliers(self._arrived_norms())
+        norms = self._arrived_norms()
+        last = [known for round_norms in self._norms for known in round_norms]
+        found = {}
+        for peer, update in norms.items():
+            others = [other for sender, other in norms.items() if sender != peer]
+            expected = [norm for norm in (_expect(update, others), _expect(update, last)) if norm is not None]
+            if expected and update.norm > FACTOR * max(expected):
+                compared = " and ".join(f"{norm:.3g}" for norm in expected)
+                found[peer] = (
+                    f"its norm {update.norm:.3g} is over {FACTOR:g} times that of other updates, for which {compared} "
+                    "is usual"
+                )
+        return found
 
     def _arrived_norms(self) -> dict[PeerId, UpdateNorm]:
         """Return the norms of the members' updates that have arrived for the current round."""
@@ -310,17 +294,13 @@ class RoundCollector:
         if self.round is None or members is None:
             raise EmptyRoundError("no round has begun")
         number, norms = self.round, self._arrived_norms()
-        updates = tuple(
-            (peer, self._use(number, peer), weight)
-            for peer, weight in members.weights.items()
-            if (number, peer) in self._updates
-        )
-        if not updates:
+        if not norms:
             raise EmptyRoundError(
                 f"no update of round {number} arrived from its {len(members.weights)} members in time"
             )
-        missing = tuple(peer for peer in members.weights if peer not in {sender for sender, _, _ in updates})
-        self._norms.add_round(norms.values())
+        updates = tuple((peer, self._use(number, peer), norm.samples) for peer, norm in norms.items())
+        missing = tuple(peer for peer in members.weights if peer not in norms)
+        self._norms.append(norms.values())
         self._members.pop(number, None)
         self._refused = {refused for refused in self._refused if refused[0] > number}
         self.round = number + 1
