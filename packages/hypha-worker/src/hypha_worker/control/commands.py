@@ -71,7 +71,8 @@ class StatusCommand:
 
     def _describe(self) -> dict[str, Any]:
         """Return the status as JSON values; times are UTC."""
-        endpoint, leases, now = self.draining.endpoint, self.draining.lease_manager, anyio.current_time()
+        endpoint, leases = self.draining.endpoint, self.draining.lease_manager
+        now = anyio.current_time()
         failures, since_epoch = endpoint.gateway_failures(), time.time() - now
         peers = [
             *(peer for peer in endpoint.gateways().values() if peer is not None),

@@ -70,7 +70,8 @@ class LandlockRules(Confined):
 
     def apply(self, launch: Launch) -> None:
         """See `Confined.apply`."""
-        confinement, nodes = self.confinement, device_nodes(self.confinement.allocation.visible_devices)
+        confinement = self.confinement
+        nodes = device_nodes(confinement.allocation.visible_devices)
         launch.steps["landlock"] = {
             "abi": self.abi,
             "readable": [*SYSTEM_FOLDERS, *ETC, "/proc", "/sys", *map(str, confinement.readable)],
