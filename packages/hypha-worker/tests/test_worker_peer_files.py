@@ -25,7 +25,7 @@ from hypha_proto.job_spec import SliceAddress
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
-from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file
+from hypha_worker.connectors.peer_files import PeerFiles, WantedFile, check_tensor_file
 from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError
 from hypha_worker.service import open_worker
 from hypha_worker.task_storage import TaskStorage
@@ -58,17 +58,18 @@ async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
 
             tasks.start_soon(serve)
             if comes_back:
-                _, peer = await files.pull([data.peer_id], address, tmp_path / "got")
+                _, peer = await files.pull([data.peer_id], WantedFile(address), tmp_path / "got")
                 assert peer == data.peer_id
                 assert (tmp_path / "got").read_bytes() == b"x" * 1000
             else:
                 with pytest.raises(BridgeError, match="not here any more"):
-                    await files.pull([data.peer_id], address, tmp_path / "got")
+                    await files.pull([data.peer_id], WantedFile(address), tmp_path / "got")
 
 
 GOOD, WRONG = b"x" * 1000, b"y" * 1000
 DIGEST = f"blake3:{blake3(GOOD).hexdigest()}"
 ADDRESS = SliceAddress(dataset="digits", index=3)
+WANTED = WantedFile(ADDRESS, DIGEST)
 
 
 @dataclass
@@ -127,7 +128,7 @@ async def test_a_node_with_wrong_content_is_asked_once_and_the_next_one_after_it
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, WRONG)
         nodes.serve(nodes.second, GOOD)
-        _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+        _, peer = await nodes.files.pull(nodes.peers, WANTED, nodes.target)
         assert peer == nodes.second.peer_id
         assert nodes.target.read_bytes() == GOOD
         assert nodes.asked == nodes.peers
@@ -138,7 +139,7 @@ async def test_a_file_that_no_node_has_as_announced_is_an_error_at_once_that_nam
         nodes.serve(nodes.first, WRONG)
         nodes.refuse(nodes.second, "slice 3 is not what was announced")
         with pytest.raises(UnusableFileError, match="digits/3 cannot be used") as caught:
-            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+            await nodes.files.pull(nodes.peers, WANTED, nodes.target)
         first, second = (caught.value.failures[peer] for peer in nodes.peers)
         assert "the digest is" in first
         assert "not what was announced" in second
@@ -150,7 +151,7 @@ async def test_a_file_that_is_too_short_is_unusable(with_nodes: Any) -> None:
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD[:500])
         with pytest.raises(UnusableFileError):
-            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST)
+            await nodes.files.pull(nodes.peers[:1], WANTED, nodes.target)
         assert len(nodes.asked) == 1
 
 
@@ -161,7 +162,7 @@ async def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_conten
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, WRONG)
         with pytest.raises(UnusableFileError) as caught:  # the second never serves: not waited for to the end
-            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+            await nodes.files.pull(nodes.peers, WANTED, nodes.target)
         assert set(caught.value.failures) == set(nodes.peers)
         assert nodes.asked == nodes.peers[:1]
         caplog.clear()
@@ -172,7 +173,7 @@ async def test_a_node_that_is_away_is_waited_for_when_the_other_has_wrong_conten
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve_later)
-            _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+            _, peer = await nodes.files.pull(nodes.peers, WANTED, nodes.target)
         assert peer == nodes.second.peer_id
 
 
@@ -193,7 +194,7 @@ async def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
             return transfer.PullSource(path) if opened.is_set() else Refusal(reason="no dataset 'digits' here")
 
         transfer.serve_pulls(nodes.first, resolve)
-        await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
+        await nodes.files.pull(nodes.peers[:1], WantedFile(ADDRESS, DIGEST, is_slice=True), nodes.target)
         assert nodes.target.read_bytes() == GOOD
         assert len(nodes.asked) == 3  # slice, manifest, slice
 
@@ -209,7 +210,7 @@ async def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(
 
         transfer.serve_pulls(nodes.first, resolve)
         with pytest.raises(UnusableFileError, match="not as announced"):
-            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, DIGEST, is_slice=True)
+            await nodes.files.pull(nodes.peers[:1], WantedFile(ADDRESS, DIGEST, is_slice=True), nodes.target)
         assert len(nodes.asked) == 2
 
 
@@ -225,7 +226,7 @@ async def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_p
         nodes.serve(nodes.first, GOOD)
         nodes.serve(nodes.second, GOOD)
         with pytest.raises(DiskFaultError) as caught:
-            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+            await nodes.files.pull(nodes.peers, WANTED, nodes.target)
         assert str(nodes.folder) in caught.value.detail
         assert os.strerror(code) in caught.value.detail
         assert nodes.asked == nodes.peers[:1]
@@ -241,7 +242,7 @@ async def test_another_error_of_the_system_is_not_blamed_on_the_disk(
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD)
         with pytest.raises(FileNotFoundError):
-            await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, DIGEST)
+            await nodes.files.pull(nodes.peers, WANTED, nodes.target)
 
 
 @pytest.mark.usefixtures("quick_retries")
@@ -256,10 +257,10 @@ async def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: A
                 return transfer.PullSource(path)
 
             transfer.serve_pulls(node, resolve)
-        _, peer = await nodes.files.pull(nodes.peers, ADDRESS, nodes.target, check=check_tensor_file)
+        _, peer = await nodes.files.pull(nodes.peers, WantedFile(ADDRESS, check=check_tensor_file), nodes.target)
         assert peer == nodes.second.peer_id
         with pytest.raises(UnusableFileError, match="not a safetensors file"):
-            await nodes.files.pull(nodes.peers[:1], ADDRESS, nodes.target, check=check_tensor_file)
+            await nodes.files.pull(nodes.peers[:1], WantedFile(ADDRESS, check=check_tensor_file), nodes.target)
 
 
 InLab = Callable[..., Any]

@@ -21,7 +21,7 @@ from hypha_proto.job_spec import All, PeersReference, SliceAddress
 from hypha_proto.training_reports import Continue, ReportAnswer, ReportTraining
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker import task_storage
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_files import PeerFiles, WantedFile
 from hypha_worker.errors import BridgeError, ExecutionError, StorageExceededError
 from hypha_worker.task_storage import TaskStorage
 from hypha_worker.work_dir import remove_folder
@@ -112,15 +112,15 @@ async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored
         transfer.serve_pulls(data, resolve)
         files = PeerFiles(worker, TaskStorage(work, 8 << 20))
         for index in range(2):
-            await files.pull([data.peer_id], SliceAddress(dataset="d", index=index), work / f"{index}")
+            await files.pull([data.peer_id], WantedFile(SliceAddress(dataset="d", index=index)), work / f"{index}")
         used = sum(path.stat().st_blocks * 512 for path in work.iterdir())
         assert used >= 6 << 20
         with pytest.raises(BridgeError, match=f"{6 << 20} of {8 << 20} bytes are used") as caught:
-            await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
+            await files.pull([data.peer_id], WantedFile(SliceAddress(dataset="d", index=2)), work / "2")
         assert (caught.value.status, caught.value.kind) == (507, "storage-exceeded")
         assert sum(path.stat().st_blocks * 512 for path in work.iterdir()) == used
         (work / "0").unlink()  # the executor has used it
-        await files.pull([data.peer_id], SliceAddress(dataset="d", index=2), work / "2")
+        await files.pull([data.peer_id], WantedFile(SliceAddress(dataset="d", index=2)), work / "2")
 
 
 async def push(lab: Any, sender: Any, number: int, size: int, kind: str) -> None:

@@ -40,6 +40,7 @@ from hypha_worker.bridge.training_reports import TrainingReports
 from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender
 from hypha_worker.connectors.assigned_slices import AssignmentOrder
+from hypha_worker.connectors.peer_files import WantedFile
 from hypha_worker.errors import bad_request, never_joins, not_allowed, round_closed, update_refused
 from hypha_worker.tasks.execution import TaskContext
 from hypha_worker.tasks.spec_references import named_peers, reference_peers
@@ -238,7 +239,7 @@ class TrainingBridge:
 
     async def pull_outer_update(self, address: SliceAddress, target: Path, digest: str) -> transfer.PullResult:
         """Pull an outer update that the scheduler serves; `target` lies in the staging folder. Raises `BridgeError`."""
-        pulled, _ = await self._files.pull([self.context.scheduler], address, target, digest)
+        pulled, _ = await self._files.pull([self.context.scheduler], WantedFile(address, digest), target)
         self.context.storage.traffic.received += pulled.size
         return pulled
 

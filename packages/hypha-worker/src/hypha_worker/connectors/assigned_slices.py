@@ -18,7 +18,7 @@ from hypha_proto.bridge_api import ASSIGNED, FetchedFile
 from hypha_proto.datasets import SAFETENSORS, AssignedSlice, DataRequest, ProviderFailure, UnusableSlice
 from hypha_proto.job_spec import SliceAddress
 from hypha_proto.texts import shorten
-from hypha_worker.connectors.peer_files import PeerFiles, check_tensor_file, request_slices, slice_suffix
+from hypha_worker.connectors.peer_files import PeerFiles, WantedFile, check_tensor_file, request_slices, slice_suffix
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError, peer_failed
 from hypha_worker.task_files import safe_name
@@ -148,10 +148,10 @@ class AssignedSlices:
     async def _pull(
         self, dataset: str, assigned: AssignedSlice, number: int | None, target: PurePosixPath
     ) -> FetchedFile:
-        address = SliceAddress(dataset=dataset, index=assigned.index)
         providers = [assigned.data_provider, *(assigned.others or ())[:MAX_ALTERNATIVES]]
         check = check_tensor_file if assigned.digest is None and assigned.format in (None, SAFETENSORS) else None
-        fetched = await self.files.fetch(providers, address, target, assigned.digest, check=check, is_slice=True)
+        wanted = WantedFile(SliceAddress(dataset=dataset, index=assigned.index), assigned.digest, check, is_slice=True)
+        fetched = await self.files.fetch(providers, wanted, target)
         about = {"dataset": dataset, "slice": str(assigned.index), "epoch": str(assigned.epoch or 0)}
         if number is not None:
             about[ASSIGNED] = str(number)

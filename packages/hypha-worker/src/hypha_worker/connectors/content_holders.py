@@ -25,7 +25,7 @@ from hypha_net.errors import ContentMismatchError, NetError
 from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_proto.transfer import PullRequest
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_files import PeerFiles, WantedFile
 from hypha_worker.content_cache import DIGEST
 from hypha_worker.errors import StorageExceededError, bad_request, not_found, peer_failed, to_bridge_error
 from hypha_worker.file_copy import hash_file
@@ -86,6 +86,7 @@ async def fetch_by_sha256(text: str, target: Path, files: PeerFiles, faults: Hol
     size = await files.storage.take_cached_version(DIGEST, digest, target)
     if size is not None:
         return transfer.PullResult(size, digest)
+    wanted = WantedFile(SliceAddress(dataset=digest, index=0), digest, policy=retries.HOLDER)
     failures: dict[PeerId, NetError] = {}
     for attempt in range(1 + retries.NO_HOLDER.times):
         holders = await _find(files, sha256)
@@ -94,9 +95,9 @@ async def fetch_by_sha256(text: str, target: Path, files: PeerFiles, faults: Hol
         for peer in faults.sorted(holders):
             if isinstance(failures.get(peer), ContentMismatchError):
                 continue
-            found = await files.pull_once([peer], SliceAddress(dataset=digest, index=0), target, digest)
+            found = await files.pull_once([peer], wanted, target)
             if not isinstance(found, dict):
-                return found
+                return found[0]
             failures |= found
             if isinstance(found[peer], ContentMismatchError):
                 _log.warning("%s sent other content than it had announced: %s", peer, found[peer])

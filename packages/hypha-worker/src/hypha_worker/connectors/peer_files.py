@@ -117,17 +117,20 @@ def slice_suffix(assigned: AssignedSlice) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """File to pull, where to, and what verifies it."""
+class WantedFile:
+    """A file of peers, and what verifies it."""
 
     address: SliceAddress
-    target: Path
-    digest: str | None
-    check: Callable[[Path], None] | None
-    policy: RetryPolicy = retries.REQUEST
-    """How often each peer is asked again for it."""
+    digest: str | None = None
+    check: Callable[[Path], None] | None = None
+    """Called with the pulled file; raises `ContentMismatchError` if it cannot be used."""
+    is_slice: bool = False
+    """Whether to ask a peer that refuses the file for the dataset's manifest: one that refuses this, too, does not
+    serve the dataset yet, for example after a restart."""
     is_cached: bool = True
     """Whether the worker's cache may have it, and keeps it."""
+    policy: RetryPolicy = retries.REQUEST
+    """How often each peer is asked again for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,41 +142,28 @@ class PeerFiles:
     """Bounds what is stored, and counts what is sent."""
 
     async def pull(
-        self,
-        peers: Sequence[PeerId],
-        address: SliceAddress,
-        target: Path,
-        digest: str | None = None,
-        *,
-        check: Callable[[Path], None] | None = None,
-        is_slice: bool = False,
+        self, peers: Sequence[PeerId], wanted: WantedFile, target: Path
     ) -> tuple[transfer.PullResult, PeerId]:
-        """Pull one file from the first of `peers` that has it; each is tried as `retries.REQUEST` says.
+        """Pull one file from the first of `peers` that has it; each is tried as `WantedFile.policy` says.
 
         Peers that are unreachable, or do not serve files yet, are tried again as `NO_PROVIDER` says. A peer that
         refuses the file, or has other content than announced, is not asked again.
-
-        Args:
-            check: called with the pulled file; raises `ContentMismatchError` if it cannot be used.
-            is_slice: whether to ask a peer that refuses the file for the dataset's manifest: one that refuses this,
-                too, does not serve the dataset yet, for example after a restart.
 
         Raises:
             UnusableFileError: no peer could provide it, and at least one of them is not worth asking again.
             DiskFaultError: this machine cannot store it.
             BridgeError: no peer was reachable, or the job's storage is used up.
         """
-        name = f"{address.dataset}/{address.index}"
+        name = f"{wanted.address.dataset}/{wanted.address.index}"
         wrong: dict[PeerId, NetError] = {}
         for attempt in itertools.count():
-            wanted = _Wanted(address, target, digest, check)
-            found = await self._pull_from_any([peer for peer in peers if peer not in wrong], wanted)
+            found = await self.pull_once([peer for peer in peers if peer not in wrong], wanted, target)
             if not isinstance(found, dict):
                 return found
             wrong |= {
                 peer: error
                 for peer, error in found.items()
-                if isinstance(error, _PERMANENT) and not (is_slice and await self._is_opening(peer, address, error))
+                if isinstance(error, _PERMANENT) and not await self._is_opening(peer, wanted, error)
             }
             away = {peer: error for peer, error in found.items() if peer not in wrong}
             policy = retries.WRONG_CONTENT if wrong else retries.NO_PROVIDER
@@ -184,90 +174,66 @@ class PeerFiles:
             await anyio.sleep(pause)
         raise _pull_error(name, wrong, away)
 
-    async def fetch(
-        self,
-        peers: Sequence[PeerId],
-        address: SliceAddress,
-        target: PurePosixPath,
-        digest: str | None = None,
-        *,
-        check: Callable[[Path], None] | None = None,
-        is_slice: bool = False,
-    ) -> FetchedFile:
+    async def fetch(self, peers: Sequence[PeerId], wanted: WantedFile, target: PurePosixPath) -> FetchedFile:
         """Pull one file, as `pull` does, and put it at `target` of the job's folder when it is complete and checked.
 
         Raises:
             BridgeError: as `pull`, or `target` cannot be used.
         """
         with self.storage.files.staged() as staged:
-            pulled, peer = await self.pull(peers, address, staged, digest, check=check, is_slice=is_slice)
+            pulled, peer = await self.pull(peers, wanted, staged)
             self.storage.files.publish(staged, target)
         return fetched_file(target, pulled.size, pulled.digest, source=f"peer:{peer}")
 
+    async def _is_opening(self, peer: PeerId, wanted: WantedFile, error: NetError) -> bool:
+        """Return whether a peer has refused a slice because it does not serve the dataset, whose manifest it lacks."""
+        if not wanted.is_slice or not isinstance(error, TransferRefusedError):
+            return False
+        dataset = wanted.address.dataset
+        request = PullRequest(dataset=dataset, index=0, name="manifest")
+        try:
+            await transfer.announced_content(self.endpoint, peer, request)
+        except NetError as refusal:
+            _log.info("%s does not serve %s now: %s", peer, dataset, refusal)
+            return True
+        return False
+
     async def pull_once(
-        self,
-        peers: Sequence[PeerId],
-        address: SliceAddress,
-        target: Path,
-        digest: str | None = None,
-        *,
-        is_cached: bool = True,
-    ) -> transfer.PullResult | dict[PeerId, NetError]:
-        """Pull one file from the first of `peers` that has it; return the error of each if none has.
+        self, peers: Sequence[PeerId], wanted: WantedFile, target: Path
+    ) -> tuple[transfer.PullResult, PeerId] | dict[PeerId, NetError]:
+        """Pull one file from the first of `peers` that has it; return it and its peer, or the error of each.
 
-        Each is tried as `retries.HOLDER` says, and none again later: the caller knows other ways.
-
-        Args:
-            is_cached: whether the worker's cache may have it, and keeps it.
+        Each is tried as `WantedFile.policy` says, and none again later: the caller knows other ways.
 
         Raises:
             DiskFaultError: this machine cannot store it.
             BridgeError: the job's storage is used up.
         """
-        found = await self._pull_from_any(peers, _Wanted(address, target, digest, None, retries.HOLDER, is_cached))
-        return found if isinstance(found, dict) else found[0]
-
-    async def _is_opening(self, peer: PeerId, address: SliceAddress, error: NetError) -> bool:
-        """Return whether a peer has refused a slice because it does not serve the dataset, whose manifest it lacks."""
-        if not isinstance(error, TransferRefusedError):
-            return False
-        request = PullRequest(dataset=address.dataset, index=0, name="manifest")
-        try:
-            await transfer.announced_content(self.endpoint, peer, request)
-        except NetError as refusal:
-            _log.info("%s does not serve %s now: %s", peer, address.dataset, refusal)
-            return True
-        return False
-
-    async def _pull_from_any(
-        self, peers: Sequence[PeerId], wanted: _Wanted
-    ) -> tuple[transfer.PullResult, PeerId] | dict[PeerId, NetError]:
-        """Try each peer in turn; return the file and its peer, or the error of each."""
         failures: dict[PeerId, NetError] = {}
         for peer in peers:
             try:
-                return await self._pull_through_cache(peer, wanted), peer
+                return await self._pull_through_cache(peer, wanted, target), peer
             except StorageExceededError as error:
                 raise to_bridge_error(error) from error
             except (NetError, OSError) as error:
-                if (fault := disk_fault_of(error, wanted.target.parent)) is not None:
+                if (fault := disk_fault_of(error, target.parent)) is not None:
                     raise DiskFaultError(fault) from error
                 if isinstance(error, OSError):
                     raise
                 failures[peer] = error
         return failures
 
-    async def _pull_through_cache(self, peer: PeerId, wanted: _Wanted) -> transfer.PullResult:
+    async def _pull_through_cache(self, peer: PeerId, wanted: WantedFile, target: Path) -> transfer.PullResult:
         """Take a file from the cache, or pull it from a peer and add it there."""
         if not wanted.is_cached or self.storage.cache is None:
-            return await self._pull_from(peer, wanted)
+            return await self._pull_from(peer, wanted, target)
         digest = wanted.digest or await self._announced_digest(peer, wanted.address)
         if digest is not None:
-            size = await self.storage.take_cached_version(DIGEST, digest, wanted.target)
+            size = await self.storage.take_cached_version(DIGEST, digest, target)
             if size is not None:
                 return transfer.PullResult(size, digest)
-        pulled = await self._pull_from(peer, wanted)
-        await self.storage.put_cached_version(DIGEST, pulled.digest, wanted.target, CachedVersion(pulled.digest, ""))
+        pulled = await self._pull_from(peer, wanted, target)
+        await self.storage.put_cached_version(DIGEST, pulled.digest, target, CachedVersion(pulled.digest, ""))
         return pulled
 
     async def _announced_digest(self, peer: PeerId, address: SliceAddress) -> str | None:
@@ -279,8 +245,8 @@ class PeerFiles:
             _log.debug("%s does not tell the digest of %s/%d: %s", peer, address.dataset, address.index, error)
             return None
 
-    async def _pull_from(self, peer: PeerId, wanted: _Wanted) -> transfer.PullResult:
-        address, target, digest = wanted.address, wanted.target, wanted.digest
+    async def _pull_from(self, peer: PeerId, wanted: WantedFile, target: Path) -> transfer.PullResult:
+        address, digest = wanted.address, wanted.digest
         request = PullRequest(dataset=address.dataset, index=address.index)
 
         async def attempt() -> transfer.PullResult:

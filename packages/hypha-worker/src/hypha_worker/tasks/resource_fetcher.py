@@ -45,7 +45,7 @@ from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOr
 from hypha_worker.connectors.content_holders import check_sha256
 from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.local_files import copy_local_files
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_files import PeerFiles, WantedFile
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import (
     BridgeError,
@@ -198,7 +198,7 @@ class ResourceFetcher:
 
     async def _pull(self, peers: Sequence[PeerId], address: SliceAddress, target: PurePosixPath) -> FetchedFile:
         self.storage.files.make_folder(str(target.parent))
-        return await self.files.fetch(peers, address, target)
+        return await self.files.fetch(peers, WantedFile(address), target)
 
     async def _fetch(self, resource: TaskResource) -> None:
         outcome = "failed"
@@ -354,9 +354,10 @@ class ResourceFetcher:
         if self.endpoint.peer_id in file.peers:
             return await self._copy_own(file, target)
         address = SliceAddress(dataset=file.dataset, index=file.index)
-        found = await self.files.pull_once(file.peers, address, target, file.digest, is_cached=is_cached)
+        wanted = WantedFile(address, file.digest, is_cached=is_cached, policy=retries.HOLDER)
+        found = await self.files.pull_once(file.peers, wanted, target)
         if not isinstance(found, dict):
-            self._count_bytes(found.size)
+            self._count_bytes(found[0].size)
             return []
         return [FailedHolder(peer, shorten(str(error), 400), _is_permanent(error)) for peer, error in found.items()]
 

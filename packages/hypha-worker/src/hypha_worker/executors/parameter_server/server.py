@@ -29,6 +29,7 @@ from hypha_proto.round_membership import UPDATE_REFUSED, UpdateRefused
 from hypha_proto.texts import quote
 from hypha_proto.training_reports import REPORT, Done, OuterStepTaken, ReportError, ReportTraining
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
+from hypha_worker.connectors.peer_files import WantedFile
 from hypha_worker.errors import BridgeError, ExecutionError, WorkReturnedError, disk_fault_of
 from hypha_worker.executors.parameter_server import outer_push
 from hypha_worker.executors.parameter_server.outer_push import OuterPush
@@ -329,7 +330,7 @@ class ParameterServer(Execution):
                 raise ExecutionError("momentum: the reference names no file of a peer")
             path = self._momentum_path
             try:
-                await self._files.pull(reference.peers, reference.resource, path)
+                await self._files.pull(reference.peers, WantedFile(reference.resource), path)
                 self._momentum = await storage.run(inspect_momentum, path, abandon=True)
             except (BridgeError, TensorFileError) as error:
                 raise ExecutionError(f"momentum: {error}") from error
