@@ -23,7 +23,7 @@ from hypha_worker.accounts.book import HELD_INTERVAL, AccountBook
 from hypha_worker.accounts.storage import STALE_AFTER, AccountFiles, LeaseAccount, earned_since, read_accounts
 from hypha_worker.cli import main
 from hypha_worker.leasing.capacity import Allocation, Capacity
-from hypha_worker.leasing.lease_manager import LeaseManager
+from hypha_worker.leasing.lease_manager import Lease, LeaseManager
 from hypha_worker.work_dir import control_folder
 
 PEER = PeerId.parse("12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp")
@@ -42,7 +42,7 @@ class Site:
 
     def hold(self, price: float = 3600.0) -> uuid.UUID:
         lease = uuid.uuid4()
-        self.leases.offer(lease, PEER, uuid.uuid4(), Allocation(Resources(cpu=1.0)), price, self.now)
+        self.leases.offer(Lease(lease, PEER, uuid.uuid4(), Allocation(Resources(cpu=1.0)), price, self.now + 0.5))
         self.leases.renew(lease, PEER, self.now)
         return lease
 

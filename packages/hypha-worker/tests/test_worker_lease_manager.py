@@ -19,6 +19,7 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.leasing.capacity import Allocation, Capabilities, Capacity, GpuCapacity
 from hypha_worker.leasing.lease_manager import (
     REMEMBERED_ENDS,
+    Lease,
     LeaseEnd,
     LeaseError,
     LeaseManager,
@@ -34,10 +35,11 @@ ID = uuid.UUID(int=7)
 
 def offered(now: float = 0.0, **terms: object) -> LeaseManager:
     capacity = Capacity(Resources(cpu=4.0))
-    manager = LeaseManager(capacity, LeaseTerms(**terms))  # type: ignore[arg-type]
+    known = LeaseTerms(**terms)  # type: ignore[arg-type]
+    manager = LeaseManager(capacity, known)
     allocation = capacity.fit(Resources(cpu=3.0))
     assert allocation is not None
-    manager.offer(ID, MINE, uuid.UUID(int=1), allocation, 100.0, now)
+    manager.offer(Lease(ID, MINE, uuid.UUID(int=1), allocation, 100.0, now + known.temporary_lease))
     return manager
 
 
@@ -116,7 +118,7 @@ def small_leases(count: int, scheduler: PeerId, **terms: object) -> tuple[LeaseM
     for made in ids:
         allocation = manager.free.fit(Resources(cpu=1.0))
         assert allocation is not None
-        manager.offer(made, scheduler, made, allocation, 100.0, 0.0)
+        manager.offer(Lease(made, scheduler, made, allocation, 100.0, expires=0.5))
     return manager, ids
 
 
@@ -140,7 +142,7 @@ def test_an_offer_lives_two_round_trips_longer(temporary_lease: float, round_tri
 def test_a_provisional_offer_is_dropped_and_cannot_start_afterwards() -> None:
     capacity = Capacity(Resources(cpu=4.0))
     manager = LeaseManager(capacity)
-    manager.offer(ID, MINE, uuid.UUID(int=1), capacity.whole(), 100.0, 0.0, life=2.0)
+    manager.offer(Lease(ID, MINE, uuid.UUID(int=1), capacity.whole(), 100.0, expires=2.0))
     manager.sweep(1.9)
     assert manager.free.resources.cpu == 0.0
     with pytest.raises(LeaseError, match="is over"):
@@ -245,7 +247,7 @@ def test_few_ended_leases_are_remembered() -> None:
     capacity = Capacity(Resources(cpu=1.0))
     manager = LeaseManager(capacity)
     for number in range(REMEMBERED_ENDS + 1):
-        manager.offer(uuid.UUID(int=number), MINE, ID, capacity.whole(), 1.0, 0.0)
+        manager.offer(Lease(uuid.UUID(int=number), MINE, ID, capacity.whole(), 1.0, expires=0.5))
         manager.cancel_offer(uuid.UUID(int=number))
     with pytest.raises(UnknownLeaseError):
         manager.renew(uuid.UUID(int=0), MINE, 0.1)
@@ -305,7 +307,7 @@ class LeaseMachine(RuleBasedStateMachine):
             return multiple()
         made = self.next_id()
         try:
-            self.manager.offer(made, peer, made, allocation, 1.0, self.now, life=2.0)
+            self.manager.offer(Lease(made, peer, made, allocation, 1.0, self.now + 2.0))
         except LeaseError:
             assert stale, "what is free can be offered"
             return multiple()
@@ -324,7 +326,7 @@ class LeaseMachine(RuleBasedStateMachine):
         for plan in planned:
             received = plan.received_request
             made = received.request.id
-            manager.offer(made, received.scheduler, made, plan.allocation, plan.price, self.now, life=2.0)
+            manager.offer(Lease(made, received.scheduler, made, plan.allocation, plan.price, self.now + 2.0))
         return multiple(*((plan.received_request.request.id, plan.received_request.scheduler) for plan in planned))
 
     @rule(lease=ids, round_trip=st.none() | st.floats(0, 3))

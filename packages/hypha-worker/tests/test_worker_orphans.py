@@ -319,7 +319,8 @@ async def open_site(folder: Path, script: Script, terms: LeaseTerms) -> AsyncIte
         site.process.listen()
         allocation = MACHINE.fit(Resources(cpu=3.0))
         assert allocation is not None
-        leases.offer(LEASE, scheduler.peer_id, uuid.uuid4(), allocation, PRICE, anyio.current_time(), (TRAIN, SERVER))
+        expires, executors = anyio.current_time() + 0.5, (TRAIN, SERVER)
+        leases.offer(Lease(LEASE, scheduler.peer_id, uuid.uuid4(), allocation, PRICE, expires, executors=executors))
         await site.renew()
         yield site
         tasks.cancel_scope.cancel()

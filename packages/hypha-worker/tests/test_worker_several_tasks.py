@@ -23,7 +23,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.tasks import Stop, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
 from hypha_worker.leasing.capacity import Capacity
-from hypha_worker.leasing.lease_manager import LeaseManager, LeaseState
+from hypha_worker.leasing.lease_manager import Lease, LeaseManager, LeaseState
 from hypha_worker.leasing.terms import LeaseTerms
 from hypha_worker.tasks.execution import Execution, TaskContext
 from hypha_worker.tasks.output_store import OutputStore
@@ -86,7 +86,7 @@ class Lab:
         holder, now, made = self.schedulers[which].endpoint.peer_id, anyio.current_time(), uuid.uuid4()
         allocation = self.leases.free.fit(Resources(cpu=1.0, storage=0.001))
         assert allocation is not None
-        self.leases.offer(made, holder, made, allocation, 1.0, now, EXECUTORS)
+        self.leases.offer(Lease(made, holder, made, allocation, 1.0, now + 0.5, executors=EXECUTORS))
         self.tasks.on_renewed(self.leases.renew(made, holder, now))
         return made
 

@@ -104,16 +104,17 @@ class Bidder:
 
     def _reserve(self, plan: PlannedOffer, now: float) -> Lease:
         received = plan.received_request
-        return self.lease_manager.offer(
+        lease = Lease(
             uuid.uuid4(),
             received.scheduler,
             received.request.id,
             plan.allocation,
             plan.price,
-            now,
-            received.request.spec.executor,
-            life=DIAL_TIMEOUT + _DIAL_MARGIN,
+            expires=now + DIAL_TIMEOUT + _DIAL_MARGIN,
+            executors=received.request.spec.executor,
         )
+        self.lease_manager.offer(lease)
+        return lease
 
     async def _send_offer(self, lease: Lease, tasks: anyio.abc.TaskGroup, traceparent: str | None) -> None:
         try:

@@ -214,35 +214,19 @@ class LeaseManager:
             )
         return found
 
-    def offer(
-        self,
-        lease_id: uuid.UUID,
-        scheduler: PeerId,
-        request_id: uuid.UUID,
-        allocation: Allocation,
-        price: float,
-        now: float,
-        executors: tuple[ExecutorDescriptor, ...] = (),
-        life: float | None = None,
-    ) -> Lease:
-        """Reserve `allocation` for an offer.
-
-        Args:
-            life: seconds until the reservation is dropped, by default a temporary lease on a link without delay.
+    def offer(self, lease: Lease) -> None:
+        """Reserve what a new lease has allocated, for an offer; the reservation is dropped when the lease expires.
 
         Raises:
             LeaseError: it is not free, or the id is in use, or there are no more offers.
         """
         self._check_open()
-        free = self.free
-        if lease_id in self._leases:
-            raise LeaseError(f"lease {lease_id} already exists")
+        free, allocation = self.free, lease.allocation
+        if lease.id in self._leases:
+            raise LeaseError(f"lease {lease.id} already exists")
         if not free.resources.covers(allocation.resources) or not set(allocation.devices) <= set(free.devices):
             raise LeaseError(f"{allocation.resources} is no longer free: free is {free.resources}")
-        expires = now + (self._terms.offer_life(None) if life is None else life)
-        lease = Lease(lease_id, scheduler, request_id, allocation, price, expires, executors=executors)
-        self._leases[lease_id] = lease
-        return lease
+        self._leases[lease.id] = lease
 
     def start_offer(self, lease_id: uuid.UUID, now: float, round_trip: float | None) -> Lease:
         """Start the temporary lease of an offer, now that the connection to its scheduler stands.
