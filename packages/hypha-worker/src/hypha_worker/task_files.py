@@ -127,7 +127,7 @@ class TaskFiles:
             BridgeError: the path cannot be used.
         """
         path = PurePosixPath(text)
-        with _folder_errors(text), self._opened() as root, make_folder(root, path):
+        with _errors(text, _folder_error), self._opened() as root, make_folder(root, path):
             return path
 
     def publish(self, staged: Path, path: PurePosixPath) -> None:
@@ -137,7 +137,7 @@ class TaskFiles:
             BridgeError: the path leads through a link or a file, or names a folder.
             OSError: it cannot be moved.
         """
-        with _folder_errors(str(path)), self._opened() as root, make_folder(root, path.parent) as parent:
+        with _errors(str(path), _folder_error), self._opened() as root, make_folder(root, path.parent) as parent:
             os.rename(staged, path.name, dst_dir_fd=parent)
 
     def publish_tree(self, staged: Path, path: PurePosixPath) -> None:
@@ -198,7 +198,7 @@ class TaskFiles:
             BridgeError: there is none, or it is something else.
         """
         path = PurePosixPath(text)
-        with _file_errors(text):
+        with _errors(text, _file_error):
             return self.open_regular(path)
 
     def open_regular(self, path: PurePosixPath) -> FileIO:
@@ -237,39 +237,36 @@ class TaskFiles:
 
 
 @contextmanager
-def _file_errors(text: str) -> Iterator[None]:
-    """Translate what goes wrong with a file that an executor names."""
+def _errors(text: str, explain: Callable[[str, OSError], BridgeError]) -> Iterator[None]:
+    """Let `explain` translate what goes wrong with a path that an executor names."""
     try:
         yield
     except TaskEndedError:
         raise job_ending() from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise not_found(f"path: {text!r} is not a file in the work directory: write the file first") from None
-    except IrregularFileError as error:
+    except OSError as error:
+        if is_disk_fault(error):
+            raise
+        raise explain(text, error) from None
+
+
+def _file_error(text: str, error: OSError) -> BridgeError:
+    """Return what an executor is told of a file that it names."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return not_found(f"path: {text!r} is not a file in the work directory: write the file first")
+    if isinstance(error, IrregularFileError):
         if error.kind == "a folder":
-            raise not_found(f"path: {text!r} is a folder: name a file in the work directory") from None
-        raise bad_request(f"path: {text!r} is {error.kind}: name a regular file of its own") from None
-    except OSError as error:
-        if is_disk_fault(error):
-            raise
-        raise _path_error(text, error) from None
+            return not_found(f"path: {text!r} is a folder: name a file in the work directory")
+        return bad_request(f"path: {text!r} is {error.kind}: name a regular file of its own")
+    return _path_error(text, error)
 
 
-@contextmanager
-def _folder_errors(text: str) -> Iterator[None]:
-    """Translate what goes wrong with a folder that an executor names, or with a file that is to be put there."""
-    try:
-        yield
-    except TaskEndedError:
-        raise job_ending() from None
-    except IsADirectoryError:
-        raise bad_request(f"path: {text!r} is a folder, and a file is needed: name another path") from None
-    except (FileExistsError, NotADirectoryError):
-        raise bad_request(f"path: {text!r} is a file, and a folder is needed: name another path") from None
-    except OSError as error:
-        if is_disk_fault(error):
-            raise
-        raise _path_error(text, error) from None
+def _folder_error(text: str, error: OSError) -> BridgeError:
+    """Return what an executor is told of a folder that it names, or of a file that is to be put there."""
+    if isinstance(error, IsADirectoryError):
+        return bad_request(f"path: {text!r} is a folder, and a file is needed: name another path")
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return bad_request(f"path: {text!r} is a file, and a folder is needed: name another path")
+    return _path_error(text, error)
 
 
 def _path_error(text: str, error: OSError) -> BridgeError:
