@@ -24,7 +24,7 @@ from hypha_proto.tasks import PeersSource, TaskResource, UriSource
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import Downloads
-from hypha_worker.connectors.peer_files import PeerFiles
+from hypha_worker.connectors.peer_files import PeerFiles, WantedFile
 from hypha_worker.content_cache import CacheError, ContentCache, SchedulerCache
 from hypha_worker.task_storage import TaskStorage
 
@@ -269,8 +269,8 @@ async def test_a_file_of_peers_is_pulled_once_with_and_without_a_known_digest(
         for number, known in enumerate([digest, digest, None, None]):
             (work_dir := tmp_path / f"hypha-{number}").mkdir()
             storage = TaskStorage(work_dir, 5 << 20, SchedulerCache(cache, f"scheduler {number // 2}"))
-            before, address = peer.traffic.sent, SliceAddress(dataset="numbers", index=0)
-            found = await PeerFiles(worker, storage).fetch([peer.peer_id], address, PurePosixPath("x"), known)
+            before, wanted = peer.traffic.sent, WantedFile(SliceAddress(dataset="numbers", index=0), known)
+            found = await PeerFiles(worker, storage).fetch([peer.peer_id], wanted, PurePosixPath("x"))
             assert (found.size, found.checksum) == (len(SLICE), digest)
             assert (work_dir / "x").read_bytes() == SLICE
             sent.append(peer.traffic.sent - before)
