@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from io import FileIO
 from pathlib import PurePosixPath
 from typing import Final
@@ -34,6 +35,7 @@ from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
+from hypha_worker.connectors.assigned_slices import AssignedSlices
 from hypha_worker.connectors.peer_files import fetched_file
 from hypha_worker.errors import (
     BridgeError,
@@ -230,6 +232,13 @@ class BridgeBackend:
         with self._translating_errors():
             return await self.context.storage.run(self._take_resource, name, place, folder)
 
+    @cached_property
+    def _slices(self) -> AssignedSlices:
+        """The slices that this task is assigned as a resource."""
+        context = self.context
+        files, contact = context.fetcher.files, context.contact
+        return AssignedSlices(context.attempt, files, contact, _SLICE_TIMEOUT, is_numbered=False)
+
     @property
     def _datasets_of_slices(self) -> dict[str, str]:
         """Dataset of each resource of slices."""
@@ -242,7 +251,7 @@ class BridgeBackend:
         target = self._files.make_folder(folder or SLICES)
         with self._translating_errors():
             async with context.storage.transfers:
-                [fetched] = await context.fetcher.fetch_slices(dataset, target, timeout=_SLICE_TIMEOUT)
+                [fetched] = await self._slices.fetch(dataset, target)
         context.storage.traffic.received += fetched.size
         return fetched
 

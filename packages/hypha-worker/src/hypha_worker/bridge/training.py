@@ -39,7 +39,7 @@ from hypha_worker.bridge.server_changes import ServerChanges
 from hypha_worker.bridge.training_reports import TrainingReports
 from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender
-from hypha_worker.connectors.assigned_slices import AssignmentOrder
+from hypha_worker.connectors.assigned_slices import AssignedSlices
 from hypha_worker.connectors.peer_files import WantedFile
 from hypha_worker.errors import bad_request, never_joins, not_allowed, round_closed, update_refused
 from hypha_worker.tasks.execution import TaskContext
@@ -92,7 +92,7 @@ class TrainingBridge:
         self.changes = ServerChanges(self)
         self._has_joined = False
         """Whether the executor has asked with which round it begins."""
-        self._assignments = AssignmentOrder()
+        self._slices = AssignedSlices(context.attempt, self._files, context.contact)
         self._prefetched: dict[str, None] = {}
         """Fetched slices of which no batch was reported yet. A dict, because it is ordered."""
         self._next_numbers = {PSEUDO_GRADIENT: config.first_round or 1}
@@ -153,11 +153,9 @@ class TrainingBridge:
         """
         if reference != self._config.data:
             raise not_allowed(f"dataset: {reference.dataset!r} is not the data of this job{self._data_text()}")
-        dataset, context = reference.dataset, self.context
-        with instrumentation.span("fetch slices", {"hypha.dataset": dataset}, parent=context.traceparent) as span:
-            fetched = await context.fetcher.fetch_slices(
-                dataset, folder, name, count=count, ahead=ahead, order=self._assignments
-            )
+        dataset, parent = reference.dataset, self.context.traceparent
+        with instrumentation.span("fetch slices", {"hypha.dataset": dataset}, parent=parent) as span:
+            fetched = await self._slices.fetch(dataset, folder, name, count, ahead=ahead)
             indices = [file.metadata["slice"] for file in fetched]
             span.set_attributes({"hypha.slices": indices, "hypha.file.size": sum(file.size for file in fetched)})
         if self._joins and not self._has_joined and not ahead:  # it does not ask, and begins with `first_round`

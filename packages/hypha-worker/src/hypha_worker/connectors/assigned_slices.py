@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -42,25 +44,6 @@ _SLICE_SECONDS: Final = instrumentation.Histogram(
 
 
 @dataclass(slots=True)
-class AssignmentOrder:
-    """Sends the requests for slices of one attempt one after the other, and numbers what is assigned.
-
-    The slices themselves are pulled at the same time.
-    """
-
-    assigned: int = 0
-    """Number of slices that were assigned."""
-    _asking: anyio.Lock = field(default_factory=anyio.Lock)
-
-    async def request(self, contact: SchedulerContact, request: DataRequest, timeout: float) -> list[_Numbered]:
-        """Call `request_slices` when all earlier requests are answered; return the slices with numbers, from 0."""
-        async with self._asking:
-            found = await request_slices(contact, request, timeout)
-            first, self.assigned = self.assigned, self.assigned + len(found)
-            return list(zip(found, range(first, self.assigned), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
 class AssignedSlices:
     """Fetches the slices that one attempt is assigned."""
 
@@ -70,13 +53,20 @@ class AssignedSlices:
     """Waits for the scheduler as long as the job may run on without it."""
     timeout: float = 10.0
     """Seconds that one attempt at asking for slices may take."""
-    order: AssignmentOrder | None = None
-    """That of all fetches of the attempt; None states no number of an assignment."""
+    is_numbered: bool = True
+    """Whether the requests are sent one after the other, and what is assigned is numbered, from 0, for the executor.
+    The slices themselves are pulled at the same time."""
+    _assigned: int = 0
+    """Number of slices that were assigned, if they are numbered."""
+    _asking: anyio.Lock = field(default_factory=anyio.Lock)
+    _names: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    """Numbers in the names of files: a slice may be assigned again."""
 
     async def fetch(
         self,
         dataset: str,
-        name_file: Callable[[AssignedSlice], PurePosixPath],
+        folder: PurePosixPath,
+        name: str | None = None,
         most: int | None = None,
         *,
         ahead: bool = False,
@@ -85,7 +75,8 @@ class AssignedSlices:
 
         Args:
             dataset: name of the dataset.
-            name_file: returns where to write a slice, relative to the job's folder.
+            folder: of the work directory.
+            name: of the file of a single slice; None gives each slice one of its own, whose suffix tells the format.
             most: number of slices to ask for; None means one.
             ahead: whether the executor is not ready to use them.
 
@@ -101,6 +92,11 @@ class AssignedSlices:
         fetched: dict[int, FetchedFile] = {}
         failures: list[BridgeError | OSError] = []
         places = anyio.CapacityLimiter(_MAX_PULLS)
+
+        def name_file(assigned: AssignedSlice) -> PurePosixPath:
+            if name:
+                return folder / name
+            return folder / f"{safe_name(dataset)}-{assigned.index}-{next(self._names)}{slice_suffix(assigned)}"
 
         async def pull(position: int, numbered: _Numbered) -> None:
             try:
@@ -141,9 +137,12 @@ class AssignedSlices:
 
     async def _request(self, request: DataRequest) -> list[_Numbered]:
         """Ask for slices; return each with its number, if they are numbered."""
-        if self.order is None:
+        if not self.is_numbered:
             return [(slice_, None) for slice_ in await request_slices(self.contact, request, self.timeout)]
-        return await self.order.request(self.contact, request, self.timeout)
+        async with self._asking:
+            found = await request_slices(self.contact, request, self.timeout)
+            first, self._assigned = self._assigned, self._assigned + len(found)
+            return list(zip(found, range(first, self._assigned), strict=True))
 
     async def _pull(
         self, dataset: str, assigned: AssignedSlice, number: int | None, target: PurePosixPath
@@ -156,15 +155,6 @@ class AssignedSlices:
         if number is not None:
             about[ASSIGNED] = str(number)
         return replace(fetched, metadata={**fetched.metadata, **about, **_positions(assigned)})
-
-
-def slice_file_name(dataset: str, assigned: AssignedSlice, number: int) -> str:
-    """Return the name of a slice's file; its suffix tells executors the format.
-
-    Args:
-        number: makes it unique, because a slice may be assigned again.
-    """
-    return f"{safe_name(dataset)}-{assigned.index}-{number}{slice_suffix(assigned)}"
 
 
 def _positions(assigned: AssignedSlice) -> dict[str, str]:

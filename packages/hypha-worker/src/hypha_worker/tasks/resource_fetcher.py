@@ -6,10 +6,9 @@ another way.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -27,7 +26,6 @@ from hypha_net.errors import (
 )
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.bridge_api import FetchedFile
-from hypha_proto.datasets import AssignedSlice
 from hypha_proto.ids import PeerId, find_path_fault
 from hypha_proto.job_spec import HuggingFaceReference, PeersReference, Reference, SliceAddress, UriReference
 from hypha_proto.task_resources import (
@@ -41,7 +39,6 @@ from hypha_proto.task_resources import (
 from hypha_proto.tasks import RESOURCES, PeersSource, TaskResource
 from hypha_proto.texts import shorten
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.connectors.assigned_slices import AssignedSlices, AssignmentOrder, slice_file_name
 from hypha_worker.connectors.content_holders import check_sha256
 from hypha_worker.connectors.downloads import Downloads
 from hypha_worker.connectors.local_files import copy_local_files
@@ -91,7 +88,7 @@ class _HolderFailures(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ResourceFetcher:
-    """Fetches what one attempt at a task needs: its resources, references of its executor, and slices."""
+    """Fetches what one attempt at a task needs: its resources, and references of its executor."""
 
     contact: SchedulerContact
     attempt: AttemptId
@@ -100,7 +97,6 @@ class ResourceFetcher:
     store: OutputStore
     resource_pushes: ResourcePushes
     _places: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(MAX_FETCHES))
-    _slice_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -163,38 +159,6 @@ class ResourceFetcher:
             await self._pull(reference.peers, SliceAddress(dataset=address.dataset, index=index), target)
             for index, target in enumerate(targets, address.index)
         ]
-
-    async def fetch_slices(
-        self,
-        dataset: str,
-        folder: PurePosixPath,
-        name: str | None = None,
-        *,
-        count: int | None = None,
-        ahead: bool = False,
-        timeout: float = 10.0,
-        order: AssignmentOrder | None = None,
-    ) -> list[FetchedFile]:
-        """Fetch the next slices that the scheduler assigns to the task.
-
-        Args:
-            dataset: name of the dataset.
-            folder: of the work directory.
-            name: of the file of a single slice; None gives each slice one of its own.
-            count: number of slices at most; None means one.
-            ahead: whether the executor is not ready to use them.
-            timeout: seconds that one request to the scheduler may take.
-            order: that of all fetches of the task, if the executor is to know it.
-
-        Raises:
-            BridgeError: there is none, or it cannot be fetched.
-        """
-
-        def target(assigned: AssignedSlice) -> PurePosixPath:
-            return folder / (name or slice_file_name(dataset, assigned, next(self._slice_numbers)))
-
-        slices = AssignedSlices(self.attempt, self.files, self.contact, timeout, order)
-        return await slices.fetch(dataset, target, count, ahead=ahead)
 
     async def _pull(self, peers: Sequence[PeerId], address: SliceAddress, target: PurePosixPath) -> FetchedFile:
         self.storage.files.make_folder(str(target.parent))
