@@ -145,8 +145,7 @@ class BridgeBackend:
         slice_name = None if path or wanted.count else FIRST_SLICE
         if isinstance(reference, SchedulerReference) and self._training is not None:
             folder = self._files.make_folder(path or ARTIFACTS)
-            count, ahead = wanted.count, bool(wanted.ahead)
-            return await self._training.fetch_slices(reference, folder, slice_name, count, ahead=ahead)
+            return await self._training.fetch_slices(reference, folder, slice_name, wanted)
         about = {"hypha.reference": type(reference).__name__}
         with instrumentation.span("fetch", about, parent=self.context.traceparent):
             folder = self._files.make_folder(path or ARTIFACTS)

@@ -13,6 +13,8 @@ import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -58,28 +60,24 @@ async def open_bridge(
                     await portal.stop(cancel_remaining=True)
 
 
+@dataclass(slots=True)
 class BridgeServer:
     """The HTTP server of one bridge, which begins with the first connection."""
 
-    def __init__(
-        self,
-        backend: BridgeBackend,
-        portal: anyio.from_thread.BlockingPortal,
-        listener: socket.socket,
-        is_own: Callable[[int], bool],
-    ) -> None:
-        self._backend = backend
-        self._portal = portal
-        self._listener = listener
-        self._is_own = is_own
-        self._server: HttpServer | None = None
-        self._scope = anyio.CancelScope(shield=True)  # it also serves a process that is being ended
-        self._ended = anyio.Event()
-        self._is_used = False
+    backend: BridgeBackend
+    portal: anyio.from_thread.BlockingPortal
+    listener: socket.socket
+    is_own: Callable[[int], bool]
+    """Returns whether a process, by its id, belongs to the job."""
+    _server: HttpServer | None = None
+    _scope: anyio.CancelScope = field(default_factory=partial(anyio.CancelScope, shield=True))
+    """Shielded: it also serves a process that is being ended."""
+    _ended: anyio.Event = field(default_factory=anyio.Event)
+    _is_used: bool = False
 
     def was_used(self) -> bool:
         """Return whether anybody has connected, also if the connection is not accepted yet."""
-        return self._is_used or _has_connection(self._listener)
+        return self._is_used or _has_connection(self.listener)
 
     def is_asked(self) -> bool:
         """Return whether a request waits for its answer."""
@@ -89,7 +87,7 @@ class BridgeServer:
         """Wait for the first connection, then serve until `stop`."""
         try:
             with self._scope:
-                await anyio.wait_readable(self._listener)
+                await anyio.wait_readable(self.listener)
                 self._is_used = True
                 await self._serve()
         finally:
@@ -105,7 +103,7 @@ class BridgeServer:
     async def _serve(self) -> None:
         thread = anyio.CapacityLimiter(1)  # of its own: it must not wait for other jobs' threads
         self._server = await anyio.to_thread.run_sync(self._make_server, limiter=thread)
-        await anyio.to_thread.run_sync(self._server.run, [self._listener], limiter=thread)
+        await anyio.to_thread.run_sync(self._server.run, [self.listener], limiter=thread)
         if not self._server.should_exit:
             raise BridgeStartError("the job's bridge ended while the job was running")
 
@@ -113,7 +111,7 @@ class BridgeServer:
         from hypha_worker.bridge.http_server import HttpServer
         from hypha_worker.bridge.routes import make_app
 
-        return HttpServer(make_app(self._backend, _portal_call(self._portal)), self._is_own)
+        return HttpServer(make_app(self.backend, _portal_call(self.portal)), self.is_own)
 
 
 def _has_connection(listener: socket.socket) -> bool:

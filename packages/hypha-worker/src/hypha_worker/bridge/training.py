@@ -131,13 +131,7 @@ class TrainingBridge:
     # ------------------------------------------------------------------------------------------------------------ data
 
     async def fetch_slices(
-        self,
-        reference: SchedulerReference,
-        folder: PurePosixPath,
-        name: str | None,
-        count: int | None,
-        *,
-        ahead: bool = False,
+        self, reference: SchedulerReference, folder: PurePosixPath, name: str | None, wanted: Transfer
     ) -> list[FetchedFile]:
         """Fetch the next slices that the scheduler assigns to the task.
 
@@ -145,17 +139,16 @@ class TrainingBridge:
             reference: the job's data.
             folder: of the work directory.
             name: of the file of a single slice; None gives each slice one of its own.
-            count: number of slices at most; None means one.
-            ahead: whether the executor will ask with which round it begins before it uses them.
+            wanted: the request; with `ahead` the executor asks with which round it begins before it uses them.
 
         Raises:
             BridgeError: there is none, or it cannot be fetched.
         """
         if reference != self._config.data:
             raise not_allowed(f"dataset: {reference.dataset!r} is not the data of this job{self._data_text()}")
-        dataset, parent = reference.dataset, self.context.traceparent
+        dataset, parent, ahead = reference.dataset, self.context.traceparent, bool(wanted.ahead)
         with instrumentation.span("fetch slices", {"hypha.dataset": dataset}, parent=parent) as span:
-            fetched = await self._slices.fetch(dataset, folder, name, count, ahead=ahead)
+            fetched = await self._slices.fetch(dataset, folder, name, wanted.count, ahead=ahead)
             indices = [file.metadata["slice"] for file in fetched]
             span.set_attributes({"hypha.slices": indices, "hypha.file.size": sum(file.size for file in fetched)})
         if self._joins and not self._has_joined and not ahead:  # it does not ask, and begins with `first_round`
