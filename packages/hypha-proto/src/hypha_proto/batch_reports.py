@@ -65,6 +65,4 @@ def report_of(batch: TrainedBatch) -> BatchDone:
     return BatchDone(**msgspec.structs.asdict(batch))
 
 
-REPORT_BATCHES: Final = RpcMethod[ReportBatches, BatchesCounted](
-    BATCH_REPORTS, ReportBatches, BatchesCounted, "ReportBatches"
-)
+REPORT_BATCHES: Final = RpcMethod(BATCH_REPORTS, ReportBatches, BatchesCounted, "ReportBatches")

@@ -103,7 +103,5 @@ class CommitStatus(Message, frozen=True):
     """Digest of the global weights after the round."""
 
 
-STATE_CONTRIBUTION: Final = RpcMethod[StateContribution, ContributionKnown](
-    ROUND, StateContribution, ContributionKnown, "StateContribution"
-)
-AWAIT_COMMIT: Final = RpcMethod[AwaitCommit, CommitStatus](ROUND, AwaitCommit, CommitStatus, "AwaitCommit")
+STATE_CONTRIBUTION: Final = RpcMethod(ROUND, StateContribution, ContributionKnown, "StateContribution")
+AWAIT_COMMIT: Final = RpcMethod(ROUND, AwaitCommit, CommitStatus, "AwaitCommit")

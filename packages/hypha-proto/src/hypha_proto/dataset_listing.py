@@ -52,6 +52,4 @@ class DatasetPage(Message, frozen=True):
     """`ListDatasets.after` of the next page; None on the last one."""
 
 
-LIST_DATASETS: Final = RpcMethod[ListDatasets, DatasetPage](
-    DIRECTORY, ListDatasets, DatasetPage, max_request=4 << 10, max_response=2 << 20
-)
+LIST_DATASETS: Final = RpcMethod(DIRECTORY, ListDatasets, DatasetPage, max_request=4 << 10, max_response=2 << 20)

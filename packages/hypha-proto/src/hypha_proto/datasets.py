@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, cast
 
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
@@ -102,7 +102,7 @@ class WireError(Newtype, frozen=True, tag="Error"):
 
 
 SlicesAnswer = SliceAssigned | SlicesAssigned | NotFound | WireError
-DATA: Final = RpcMethod[DataRequest, SlicesAnswer](API, DataRequest, Annotated[SlicesAnswer, EXTERNAL], "Data")
+DATA: Final = RpcMethod(API, DataRequest, cast(type[SlicesAnswer], Annotated[SlicesAnswer, EXTERNAL]), "Data")
 
 
 NO_FREE_SLICE: Final = "no slice is free yet; ask again"

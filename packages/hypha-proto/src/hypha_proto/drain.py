@@ -26,4 +26,4 @@ class DrainReceived(Message, frozen=True):
     """Acknowledgement of `Drain`."""
 
 
-ANNOUNCE_DRAIN: Final = RpcMethod[Drain, DrainReceived](DRAIN, Drain, DrainReceived)
+ANNOUNCE_DRAIN: Final = RpcMethod(DRAIN, Drain, DrainReceived)

@@ -53,4 +53,4 @@ class Health(Message, frozen=True):
     """Address of an older process that uses the certificate of the caller, as it says of itself."""
 
 
-HEALTH_CHECK: Final = RpcMethod[HealthRequest, Health](HEALTH, HealthRequest, Health)
+HEALTH_CHECK: Final = RpcMethod(HEALTH, HealthRequest, Health)

@@ -73,5 +73,5 @@ class LogPart(Message, frozen=True):
     """Position to read from next; the requested one if there is no further line yet."""
 
 
-LIST_LOGS: Final = RpcMethod[ListLogs, LogsListed](LOGS, ListLogs, LogsListed, "ListLogs", max_response=_MAX_RESPONSE)
-READ_LOG: Final = RpcMethod[ReadLog, LogPart](LOGS, ReadLog, LogPart, "ReadLog", max_response=_MAX_RESPONSE)
+LIST_LOGS: Final = RpcMethod(LOGS, ListLogs, LogsListed, "ListLogs", max_response=_MAX_RESPONSE)
+READ_LOG: Final = RpcMethod(LOGS, ReadLog, LogPart, "ReadLog", max_response=_MAX_RESPONSE)

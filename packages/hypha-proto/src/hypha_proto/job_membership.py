@@ -35,4 +35,4 @@ class RoundToJoin(Message, frozen=True):
     """Why the executor will never take part; empty if it does or may still."""
 
 
-JOIN_ROUND: Final = RpcMethod[JoinRound, RoundToJoin](MEMBERSHIP, JoinRound, RoundToJoin, "JoinRound")
+JOIN_ROUND: Final = RpcMethod(MEMBERSHIP, JoinRound, RoundToJoin, "JoinRound")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from typing import Annotated, Final
+from typing import Annotated, Final, cast
 
 from hypha_proto.offers import WorkerRequest
 from hypha_proto.protocols import API, GOODBYE, LEASE, RpcMethod
@@ -109,9 +109,9 @@ class GoodbyeReceived(Message, frozen=True):
     """Acknowledgement of `Goodbye`."""
 
 
-RENEW_LEASE: Final = RpcMethod[RenewLease, LeaseRenewal](
-    API, RenewLease, Annotated[LeaseRenewal, EXTERNAL], "RenewLease"
+RENEW_LEASE: Final = RpcMethod(
+    API, RenewLease, cast(type[LeaseRenewal], Annotated[LeaseRenewal, EXTERNAL]), "RenewLease"
 )
-RELEASE_LEASE: Final = RpcMethod[ReleaseLease, LeaseReleased](LEASE, ReleaseLease, LeaseReleased, "ReleaseLease")
-WHY_NOT: Final = RpcMethod[WhyNot, Reasons](LEASE, WhyNot, Reasons, "WhyNot")
-SAY_GOODBYE: Final = RpcMethod[Goodbye, GoodbyeReceived](GOODBYE, Goodbye, GoodbyeReceived)
+RELEASE_LEASE: Final = RpcMethod(LEASE, ReleaseLease, LeaseReleased, "ReleaseLease")
+WHY_NOT: Final = RpcMethod(LEASE, WhyNot, Reasons, "WhyNot")
+SAY_GOODBYE: Final = RpcMethod(GOODBYE, Goodbye, GoodbyeReceived)

@@ -69,7 +69,7 @@ class OfferReceived(Message, frozen=True):
 
 
 WORKER_REQUESTS: Final = Topic[WorkerRequest](WORKER_REQUESTS_TOPIC, WorkerRequest)
-OFFER: Final = RpcMethod[WorkerOffer, OfferReceived](API, WorkerOffer, OfferReceived, "WorkerOffer")
+OFFER: Final = RpcMethod(API, WorkerOffer, OfferReceived, "WorkerOffer")
 
 OFFER_WINDOW: Final = 5.0
 """Maximum time in seconds for which offers are collected."""

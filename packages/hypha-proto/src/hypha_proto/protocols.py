@@ -34,9 +34,9 @@ class RpcMethod(Generic[Req, Resp]):
 
     protocol: str
     """libp2p protocol id."""
-    request: Any
+    request: type[Req]
     """Annotated type of the request."""
-    response: Any
+    response: type[Resp]
     """Annotated type of the response."""
     variant: str | None = None
     """Key of the wrapping map, or None if the method does not share its protocol id."""

@@ -38,4 +38,4 @@ class RefusalKnown(Message, frozen=True):
     """Acknowledgement of `UpdateRefused`."""
 
 
-UPDATE_REFUSED: Final = RpcMethod[UpdateRefused, RefusalKnown](AGGREGATE, UpdateRefused, RefusalKnown, "UpdateRefused")
+UPDATE_REFUSED: Final = RpcMethod(AGGREGATE, UpdateRefused, RefusalKnown, "UpdateRefused")

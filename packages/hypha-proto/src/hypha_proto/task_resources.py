@@ -135,10 +135,6 @@ class OutputsReleased(Message, frozen=True):
     """Number of outputs that were removed."""
 
 
-LOCATE_RESOURCE: Final = RpcMethod[LocateResource, ResourceLocation](
-    TASK_RESOURCES, LocateResource, ResourceLocation, "LocateResource"
-)
-PUSH_OUTPUT: Final = RpcMethod[PushOutput, PushBegun](TASK_RESOURCES, PushOutput, PushBegun, "PushOutput")
-RELEASE_OUTPUTS: Final = RpcMethod[ReleaseOutputs, OutputsReleased](
-    TASK_RESOURCES, ReleaseOutputs, OutputsReleased, "ReleaseOutputs"
-)
+LOCATE_RESOURCE: Final = RpcMethod(TASK_RESOURCES, LocateResource, ResourceLocation, "LocateResource")
+PUSH_OUTPUT: Final = RpcMethod(TASK_RESOURCES, PushOutput, PushBegun, "PushOutput")
+RELEASE_OUTPUTS: Final = RpcMethod(TASK_RESOURCES, ReleaseOutputs, OutputsReleased, "ReleaseOutputs")

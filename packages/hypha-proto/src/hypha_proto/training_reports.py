@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Final
+from typing import Annotated, Final, cast
 
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.protocols import PROGRESS, RpcMethod
@@ -104,4 +104,4 @@ class ReportError(Message, frozen=True, tag="Error"):
 
 ReportAnswer = Acknowledged | Continue | ScheduleUpdate | Done | ReportError
 
-REPORT: Final = RpcMethod[ReportTraining, ReportAnswer](PROGRESS, ReportTraining, ReportAnswer)
+REPORT: Final = RpcMethod(PROGRESS, ReportTraining, cast(type[ReportAnswer], ReportAnswer))

@@ -55,6 +55,4 @@ class WorkerStatus(Message, frozen=True):
             raise ValueError(f"executors: {len(self.executors)} entries; expected at most {MAX_EXECUTORS}")
 
 
-DESCRIBE_WORKER: Final = RpcMethod[DescribeWorker, WorkerStatus](
-    WORKER, DescribeWorker, WorkerStatus, max_request=4 << 10, max_response=256 << 10
-)
+DESCRIBE_WORKER: Final = RpcMethod(WORKER, DescribeWorker, WorkerStatus, max_request=4 << 10, max_response=256 << 10)
