@@ -151,15 +151,17 @@ class InferenceOperator(Operator):
         """Record what the job works with; everything may be committed already."""
         self._tally.began = now
         begin = () if self._is_resumed else (WriteJournal(BEGIN, self._data.identity),)
-        fields = {"slices": len(self._slices.rows), "rows": sum(self._slices.rows), "committed": self._slices.committed}
-        return (*begin, EmitEvent("slices", fields), *self._finish_if_committed(now))
+        rows, committed = self._slices.rows, len(self._slices.committed)
+        event = EmitEvent("slices", {"slices": len(rows), "rows": sum(rows), "committed": committed})
+        return (*begin, event, *self._finish_if_committed(now))
 
     def role_requests(self) -> Sequence[RoleRequest]:
         """Return as many workers as there are slices for; while leases of no use are released, those with a task."""
         count = self._wanted()
         if self._releasing_at is not None:
             count = min(count, self._workers.busy)
-        minimum = 0 if self._releasing_at is not None else self._minimum(count)
+        least = 1 if self._began else self._job.resources.min_workers
+        minimum = 0 if self._releasing_at is not None else min(count, least)
         return (replace(role_request(self._job, count, minimum), excluded=self._avoidance.unwanted(ROLE, self._now)),)
 
     def _seek_other(self, now: float) -> None:
@@ -176,9 +178,6 @@ class InferenceOperator(Operator):
         if worker.is_leaving or self._workers.working or self._avoidance.gives_in(ROLE, self._now):
             return False
         return worker.lease.peer in self._avoidance.failed(ROLE)
-
-    def _minimum(self, count: int) -> int:
-        return min(count, 1 if self._began else self._job.resources.min_workers)
 
     def _wanted(self) -> int:
         unfinished = self._slices.unfinished
@@ -380,12 +379,11 @@ class InferenceOperator(Operator):
         if (worker := self._workers.running(task)) is not None:
             self._note_report(worker, now)
         path = self._data.files.new_file(index)
-        on_invalid = partial(self._notify_refused, task, index)
-        prepare = partial(self._data.files.check, index=index, on_invalid=on_invalid)
+        refuse = partial(RefusedPart, task, index)
+        prepare = partial(
+            self._data.files.check, index=index, on_invalid=lambda why: self._context.notify(REFUSED, refuse(why))
+        )
         return PushTarget(path, largest_part(self._slices.rows[index]), prepare, slot=part_name(index)), ()
-
-    def _notify_refused(self, task: TaskRef, index: int, reason: str) -> None:
-        self._context.notify(REFUSED, RefusedPart(task, index, reason))
 
     def on_push_complete(self, task: TaskRef, header: PushHeader, path: Path, digest: str, now: float) -> Effects:
         """Commit a part if its slice is assigned to the attempt that sends it; otherwise drop it."""
@@ -401,7 +399,7 @@ class InferenceOperator(Operator):
         )  # fmt: skip
         self._tally.commit(part, now)
         worker.failures = 0
-        self._retries.note_committed()
+        self._retries.barren = 0
         self._avoidance.record_success(ROLE, task.lease.peer, part_name(index), now)
         worker.waits_since = None
         self._note_report(worker, now)
@@ -449,14 +447,14 @@ class InferenceOperator(Operator):
     def _event_of(self, part: PartRecord) -> dict[str, object]:
         fields: dict[str, object] = {
             "slice": part.slice, "worker": str(part.worker), "rows": part.rows, "errors": part.errors,
-            "committed": self._slices.committed, "slices": len(self._slices.rows),
+            "committed": len(self._slices.committed), "slices": len(self._slices.rows),
         }  # fmt: skip
         return fields | ({"tokens": part.tokens} if part.tokens else {})
 
     def _drop(self, task: TaskRef, index: int | None, path: Path) -> Effects:
         self._tally.dropped += 1
-        committed = index is not None and self._slices.is_committed(index)
-        why = "its slice was committed before" if committed else "its slice is not assigned to this attempt"
+        is_committed = index in self._slices.committed
+        why = "its slice was committed before" if is_committed else "its slice is not assigned to this attempt"
         event = EmitEvent("part_dropped", {"slice": index, "worker": str(task.lease.peer), "reason": why})
         remove = partial(anyio.to_thread.run_sync, partial(path.unlink, missing_ok=True))
         return (event, RunInBackground(remove, _DISCARDED))

@@ -141,14 +141,10 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
 _RESULTS: Final[Mapping[str, Mapping[str, tuple[Callable[[object], bool], str]]]] = {
     CLASSIFY: {"label": (_is_count, "an integer"), "score": (_is_number, "a number")},
     GENERATE: {
-        "text": (_is_text, "text"),
+        "text": (lambda value: isinstance(value, str), "text"),
         "tokens": (_is_count, "an integer"),
         "finish": (lambda value: value in ("stop", "length"), '"stop" or "length"'),
     },

@@ -42,28 +42,24 @@ class SliceRetries:
     """How often no data node could provide a slice."""
     failed_at: defaultdict[int, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
     """Workers by the slices at which they failed, were lost, or reported that nobody provides them."""
-    _barren: int = 0
+    barren: int = 0
     """Failed attempts since the last committed part."""
     _failed_starts: int = 0
     """Attempts that failed before any slice was assigned."""
-
-    def note_committed(self) -> None:
-        """Note that a part was committed."""
-        self._barren = 0
 
     def count_failure(self, worker: InferenceWorker, held: Sequence[int], reason: str) -> str | None:
         """Count a failed attempt; return why the job fails, or None if its slices are assigned again.
 
         The first of the slices that it held is the one that it computed.
         """
-        self._barren += 1
+        self.barren += 1
         if held and (failure := self.count_slice_failure(held[0], reason)) is not None:
             return failure
         if not worker.got_slice and self.slices.assigned_rows == 0:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILURES and not self.workers.working:
                 return f"the executor failed {MAX_FAILURES} times before it asked for a slice; the last: {reason}"
-        if self._barren >= MAX_BARREN and not self.slices.is_any_held and not self.workers.working:
+        if self.barren >= MAX_BARREN and not self.slices.held and not self.workers.working:
             return f"{MAX_BARREN} attempts failed one after the other; the last: {reason}"
         return None
 

@@ -18,45 +18,28 @@ class SliceAssignments:
 
     rows: Sequence[int]
     """Number of rows of each slice."""
-    _committed: set[int]
+    committed: set[int]
+    """Slices that are committed."""
     _queue: deque[int] = field(init=False)
     """Slices that are available, in the order in which they are assigned."""
     _delayed: dict[int, float] = field(default_factory=dict)
     """Available slices that are not assigned before a time."""
-    _held: dict[TaskRef, list[int]] = field(default_factory=dict)
+    held: dict[TaskRef, list[int]] = field(default_factory=dict)
     """Assigned slices by attempt, the one assigned first at the front."""
     assigned_rows: int = 0
     """Rows of all assignments so far; more than the dataset has where work was done again."""
 
     def __post_init__(self) -> None:
-        self._queue = deque(index for index in range(len(self.rows)) if index not in self._committed)
+        self._queue = deque(index for index in range(len(self.rows)) if index not in self.committed)
 
     @property
     def unfinished(self) -> int:
         """Number of slices that are not committed."""
-        return len(self.rows) - len(self._committed)
-
-    @property
-    def committed(self) -> int:
-        """Number of committed slices."""
-        return len(self._committed)
-
-    @property
-    def is_any_held(self) -> bool:
-        """Return whether a slice is assigned to any attempt."""
-        return bool(self._held)
-
-    def is_committed(self, index: int) -> bool:
-        """Return whether a slice is committed."""
-        return index in self._committed
+        return len(self.rows) - len(self.committed)
 
     def held_by(self, task: TaskRef) -> tuple[int, ...]:
         """Return the slices that are assigned to an attempt, the one assigned first at the front."""
-        return tuple(self._held.get(task, ()))
-
-    def is_held(self, task: TaskRef, index: int) -> bool:
-        """Return whether a slice is assigned to an attempt."""
-        return index in self._held.get(task, ())
+        return tuple(self.held.get(task, ()))
 
     def assign(self, task: TaskRef, now: float, may_take: Callable[[int], bool] = lambda _index: True) -> int | None:
         """Assign the next available slice that an attempt may take; None if there is none now."""
@@ -67,7 +50,7 @@ class SliceAssignments:
         if found is None:
             return None
         self._queue.remove(found)
-        self._held.setdefault(task, []).append(found)
+        self.held.setdefault(task, []).append(found)
         self.assigned_rows += self.rows[found]
         return found
 
@@ -77,17 +60,15 @@ class SliceAssignments:
 
     def commit(self, task: TaskRef, index: int) -> bool:
         """Commit a slice that is assigned to an attempt; return False, and change nothing, if it is not."""
-        if not self.is_held(task, index):
-            return False
-        self._take(task, index)
-        self._committed.add(index)
-        return True
+        is_held = self._take(task, index)
+        if is_held:
+            self.committed.add(index)
+        return is_held
 
     def give_back(self, task: TaskRef, index: int, until: float | None = None) -> bool:
         """Make an assigned slice available, at `until` if that is given; return False if it is not assigned so."""
-        if not self.is_held(task, index):
+        if not self._take(task, index):
             return False
-        self._take(task, index)
         if until is None:
             self._queue.appendleft(index)
         else:
@@ -96,12 +77,16 @@ class SliceAssignments:
 
     def release(self, task: TaskRef) -> tuple[int, ...]:
         """Make the slices of an attempt that has ended available, to be assigned first; return them."""
-        held = self._held.pop(task, [])
+        held = self.held.pop(task, [])
         self._queue.extendleft(reversed(held))
         return tuple(held)
 
-    def _take(self, task: TaskRef, index: int) -> None:
-        held = self._held[task]
+    def _take(self, task: TaskRef, index: int) -> bool:
+        """Take a slice from an attempt; return False if it is not assigned to it."""
+        held = self.held.get(task, [])
+        if index not in held:
+            return False
         held.remove(index)
         if not held:
-            del self._held[task]
+            del self.held[task]
+        return True

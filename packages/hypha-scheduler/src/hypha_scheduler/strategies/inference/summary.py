@@ -71,11 +71,6 @@ class Tally:
         name, kind = max(self.error_kinds.items(), key=lambda entry: entry[1].rows)
         return f"the most frequent, {name} ({kind.rows} rows), says: {kind.example}"
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first lease of this run to its last part."""
-        return 0.0 if self._first is None else self._last - self.began
-
     def _rate(self, count: int) -> float | None:
         """Return a count per second between the first and the last part of this run, or None."""
         seconds = 0.0 if self._first is None else self._last - self._first
@@ -89,7 +84,7 @@ class Tally:
             "errors": self.errors,
             "error_kinds": {name: kind.rows for name, kind in self.error_kinds.items()},
             "tokens": self.tokens,
-            "seconds": round(self.seconds, 3),
+            "seconds": 0.0 if self._first is None else round(self._last - self.began, 3),
             "rows_per_second": self._rate(self._later_rows),
             "tokens_per_second": self._rate(self._later_tokens),
             "rows_assigned": computed,
