@@ -134,20 +134,20 @@ class TaskGraph:
 
     def __post_init__(self) -> None:
         used = {(found.task, found.output) for table in self.job.tasks for found in _results(table)}
-        roles = _Roles()
+        roles: dict[tuple[str, Any], Role] = {}
         consumers: defaultdict[Result, list[GraphTask]] = defaultdict(list)
         first = 0
         for table in _in_order(self.job.tasks):
             inputs = tuple(dict.fromkeys((found.task, found.output) for found in _results(table)))
             unused = frozenset(name for name in table.outputs if (table.name, name) not in used)
             keep = unused if table.keep is None else frozenset(table.keep)
-            task = GraphTask(table, roles.of(table), inputs, keep, instance_names(table), first)
+            task = GraphTask(table, _role_of(table, roles), inputs, keep, instance_names(table), first)
             first += table.count
             self.tasks[table.name] = task
             for result in inputs:
                 consumers[result].append(task)
         self.consumers = {result: tuple(found) for result, found in consumers.items()}
-        self.roles = roles.all
+        self.roles = tuple(roles.values())
 
     def digest(self) -> str:
         """Return what identifies the list of tasks, without secrets."""
@@ -164,24 +164,15 @@ def _results(table: TaskTable) -> Iterator[Any]:
     return (resource.result for resource in table.resources if resource.result is not None)
 
 
-@dataclass(slots=True)
-class _Roles:
-    """Roles by executor and needs, named after the executor."""
-
-    _by_need: dict[tuple[str, Any], Role] = field(default_factory=dict)
-
-    def of(self, table: TaskTable) -> Role:
-        need = (table.executor, table.needs)
-        if need not in self._by_need:
-            number = sum(executor == table.executor for executor, _ in self._by_need) + 1
-            name = table.executor if number == 1 else f"{table.executor} {number}"
-            spec = WorkerSpec(resources=table.needs.resources(), executor=(ExecutorDescriptor.parse(table.executor),))
-            self._by_need[need] = Role(name, spec)
-        return self._by_need[need]
-
-    @property
-    def all(self) -> tuple[Role, ...]:
-        return tuple(self._by_need.values())
+def _role_of(table: TaskTable, known: dict[tuple[str, Any], Role]) -> Role:
+    """Return the role of a task, named after its executor; `known` are those of earlier ones by executor and needs."""
+    need = (table.executor, table.needs)
+    if need not in known:
+        number = sum(executor == table.executor for executor, _ in known) + 1
+        name = table.executor if number == 1 else f"{table.executor} {number}"
+        spec = WorkerSpec(resources=table.needs.resources(), executor=(ExecutorDescriptor.parse(table.executor),))
+        known[need] = Role(name, spec)
+    return known[need]
 
 
 def _in_order(tables: tuple[TaskTable, ...]) -> Iterator[TaskTable]:

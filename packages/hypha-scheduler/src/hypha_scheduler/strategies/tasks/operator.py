@@ -244,7 +244,9 @@ class TasksOperator(base.Operator):
         """Fail the job if nothing runs that could free workers, and none are avoided."""
         if self._running:
             return ()
-        return self._settle(now) if self.avoidance.give_in(now) else self._fail(reasons)
+        if not self.avoidance.give_in(now):
+            self._fail(reasons)
+        return self._settle(now)
 
     def on_task_update(self, task: TaskRef, update: base.TaskUpdate, now: float) -> Effects:
         """Handle what has happened to an attempt."""
@@ -316,7 +318,8 @@ class TasksOperator(base.Operator):
             ValueError: it is not ``cancel``.
         """
         base.Operator.on_command(self, command, now)
-        return self._fail(base.BY_OWNER)
+        self._fail(base.BY_OWNER)
+        return self._settle(now)
 
     def on_effect_result(self, tag: str, outcome: object, now: float) -> Effects:
         """Handle that something was fetched, released, or is being pushed."""
@@ -404,20 +407,12 @@ class TasksOperator(base.Operator):
         instance = run.instance
         self._records.append(records.failed(instance.name, reason))
         self._avoid_worker(run, reason, now)
-        may_be_workers = self._may_be_workers(instance)
+        role = instance.task.role.name  # without a worker that has finished anything, it gets one more attempt at one
+        is_proven = any(self.avoidance.is_proven(role, peer) for peer in instance.failed_at)
+        may_be_workers = not is_proven and self.placement.holds_proven(role)
         failure = retries.count_failure(instance, reason, end.last_lines, may_be_workers=may_be_workers)
         self._fail_or_tell(run, failure, f"failed: {reason}")
         self.instances.run_again(instance)
-
-    def _may_be_workers(self, instance: Instance) -> bool:
-        """Return whether failures may be those of workers: none has ever finished anything, and another held one has.
-
-        It gets one more attempt, at such a worker.
-        """
-        role = instance.task.role.name
-        if any(self.avoidance.is_proven(role, peer) for peer in instance.failed_at):
-            return False
-        return self.placement.holds_proven(role)
 
     def _avoid_worker(self, run: RunningAttempt, reason: str, now: float) -> None:
         """Start the next attempts elsewhere if possible; exclude a worker at which several fail."""
@@ -448,7 +443,7 @@ class TasksOperator(base.Operator):
     def _fail_or_tell(self, run: RunningAttempt, failure: str | None, reason: str) -> None:
         """Fail the job, or tell that an attempt is followed by another one."""
         if failure is not None:
-            self._fail_later(failure)
+            self._fail(failure)
         else:
             self._records.append(EmitEvent("task_retry", {**self._fields(run), "reason": reason}))
 
@@ -531,7 +526,7 @@ class TasksOperator(base.Operator):
         self.holders.release(stored.holder, stored.output)
         self._remove(key)
         if (failure := retries.count_lost_output(self._losses, key, reason)) is not None:
-            self._fail_later(failure)
+            self._fail(failure)
         elif self._is_needed(key):
             self._make_again(self.instances.by_name[key[0]])
 
@@ -566,7 +561,7 @@ class TasksOperator(base.Operator):
             return
         is_check = bool(stored.reporters)
         if isinstance(outcome, OSError | NoSpaceError) and not (is_check and not self._is_kept(key)):
-            self._fail_later(f"output {key[1]} of task {key[0]} cannot be stored: {outcome}; free space on that disk")
+            self._fail(f"output {key[1]} of task {key[0]} cannot be stored: {outcome}; free space on that disk")
         elif not isinstance(outcome, Exception):
             path = self.collection.path(self.instances.by_name[key[0]], key[1])
             self._records.append(records.fetched(*key, str(path)))
@@ -642,7 +637,7 @@ class TasksOperator(base.Operator):
         parts = self._parts(result)
         if (count := sum(len(part.output.files) for part in parts)) > MAX_LOCATED_FILES:
             what = f"task {run.instance.name} uses {result[1]} of {result[0]}, which has {count} files"
-            self._fail_later(f"{what}, over the limit of {MAX_LOCATED_FILES}; pack them into an archive")
+            self._fail(f"{what}, over the limit of {MAX_LOCATED_FILES}; pack them into an archive")
             return gone("it has too many files")
         number = run.deliveries[resource]
         run.deliveries[resource] += 1
@@ -690,9 +685,6 @@ class TasksOperator(base.Operator):
             self._others += self.collection.start(self.instances.by_name)
             self._end_if_done(now)
             self._release_some(now)
-        return self._take_effects()
-
-    def _take_effects(self) -> Effects:
         effects = (*self._starts, *self._records, *self._others)
         self._starts, self._records, self._others = [], [], []
         return effects
@@ -754,14 +746,10 @@ class TasksOperator(base.Operator):
             self._is_over = True
             self._others.append(EndJob())
 
-    def _fail_later(self, failure: str) -> None:
+    def _fail(self, failure: str) -> None:
         """End the job with the effects that are returned next."""
         if not self._is_over:
             self._is_over = True
             self.holders.release_all()
             self._release()
             self._others.append(EndJob(failure=failure))
-
-    def _fail(self, failure: str) -> Effects:
-        self._fail_later(failure)
-        return self._take_effects()

@@ -78,8 +78,11 @@ class Placement:
     def mark_surplus(self) -> None:
         """Mark the leases that the runner releases now: those at excluded peers, and the newest idle ones of a role."""
         requests = self.requests()
-        for request in requests:
-            self._mark_excluded(request)
+        for request in requests:  # those at excluded peers, unless the role has no other
+            of_role = [h for h in self.leases.values() if h.lease.role == request.role and not h.is_surplus]
+            unusable = [h for h in of_role if h.instance is None and h.lease.peer in request.excluded]
+            for held in unusable if len(unusable) < len(of_role) else ():
+                held.is_surplus = True
         wanted = {request.role: request.count for request in requests}
         by_role: defaultdict[str, list[TaskLease]] = defaultdict(list)
         for held in self.leases.values():
@@ -89,14 +92,6 @@ class Placement:
             idle = [held for held in found if held.instance is None]
             for held in idle[::-1][: max(0, len(found) - wanted.get(role, 0))]:
                 held.is_surplus = True
-
-    def _mark_excluded(self, request: RoleRequest) -> None:
-        """Mark idle leases at excluded peers, unless the role has no other lease."""
-        held = [h for h in self.leases.values() if h.lease.role == request.role and not h.is_surplus]
-        unusable = [h for h in held if h.instance is None and h.lease.peer in request.excluded]
-        if len(unusable) < len(held):
-            for lease in unusable:
-                lease.is_surplus = True
 
     def requests(self) -> list[RoleRequest]:
         """Return the leases that are wanted: as many as there is to run, all together at most as the job allows.
