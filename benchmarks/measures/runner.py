@@ -50,8 +50,7 @@ from hypha_scheduler.strategies.base import (
 )
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.restore import restore
-from hypha_scheduler.strategies.diloco.slots import Slot
-from hypha_scheduler.strategies.diloco.specs import PlacedJob, role_requests
+from hypha_scheduler.strategies.diloco.specs import PlacedJob, Slot, role_requests
 from hypha_scheduler.strategies.diloco.strategy import STRATEGY
 from hypha_worker.tasks.task_stream import TaskStream
 

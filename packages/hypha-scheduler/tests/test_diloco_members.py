@@ -9,7 +9,7 @@ import pytest
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import TaskEnded, TaskState
 from hypha_scheduler.strategies.diloco.retries import ExecutorRetries, FailJob, Replace, Restart, end_of_process
-from hypha_scheduler.strategies.diloco.slots import Slot, Slots
+from hypha_scheduler.strategies.diloco.specs import Slot, Slots
 from hypha_scheduler.strategies.diloco.timeouts import FACTOR, START, STEP, Timeouts
 from hypha_scheduler.strategies.silence import SLOW_RATE
 

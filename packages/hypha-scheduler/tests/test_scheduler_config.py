@@ -37,8 +37,7 @@ from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.service import serve
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.slots import Slot
-from hypha_scheduler.strategies.diloco.specs import PlacedJob, evaluation_shares, role_requests, round_settings
+from hypha_scheduler.strategies.diloco.specs import PlacedJob, Slot, evaluation_shares, role_requests, round_settings
 from hypha_scheduler.strategies.registry import parse_job
 from hypha_scheduler.submission.client import read_job
 

@@ -72,11 +72,6 @@ class RoundCommits:
         return self.result.round >= self.last
 
     @property
-    def weights(self) -> str | None:
-        """Digest of the weights after the last recorded round; None before the first."""
-        return self.weights_before(self.last + 1)
-
-    @property
     def update(self) -> str | None:
         """Digest of the outer update of the last recorded round; None before the first."""
         found = self.rounds.get(self.last)
@@ -111,11 +106,6 @@ class RoundCommits:
         if header.term is not None and header.term != running.term:
             why = f"term {header.term} is over: the parameter server is of term {running.term}"
             return Refusal(reason=why), ()
-        return self._receive_round(running, task, header)
-
-    def _receive_round(
-        self, running: RunningJob, server: TaskRef, header: PushHeader
-    ) -> tuple[PushTarget | Refusal, tuple[NoRoom | Fail, ...]]:
         number, expected = header.round, self.last + 1
         is_last = number == self.last and self.update == header.digest  # it comes again for lack of a receipt
         if number < expected and not is_last:
@@ -128,7 +118,7 @@ class RoundCommits:
         if lacking := self.result.lacks_room(header.size):
             return Refusal(reason=f"{NO_ROOM} for the outer update at the scheduler"), (NoRoom(lacking),)
         name = f"round-{number}-{uuid.uuid4().hex[:8]}.safetensors"
-        prepare = partial(self.prepare, running, server, running.term, number)
+        prepare = partial(self.prepare, running, task, running.term, number)
         return PushTarget(self.context.directory / UPDATES / name, self.result.largest_update(), prepare), ()
 
     # --------------------------------------------------------------------------------------------------------- commits
@@ -150,7 +140,7 @@ class RoundCommits:
         """
         async with self._lock:
             with anyio.move_on_after(_SETTLE_TIMEOUT) as waiting:
-                while running.server == server and not running.commands.is_settled:
+                while running.server == server and running.commands.in_flight is not None:
                     self._changed = anyio.Event()
                     await self._changed.wait()
             if waiting.cancelled_caught:
@@ -159,7 +149,7 @@ class RoundCommits:
                 raise TransferRefusedError(f"term {term} is over: the parameter server was replaced")
             if number in self.rounds or (self._advance is not None and self._advance[:2] == (term, number)):
                 _log.info("the outer update of round %d came twice", number)
-                await self.result.discard(update)
+                await anyio.Path(update).unlink(missing_ok=True)
                 return
             self._advance = term, number, await self._with_room(lambda: self.result.advance(update, number))
 

@@ -7,7 +7,7 @@ The worker of an executor states its update to the scheduler before it is sent t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,8 +38,10 @@ class Contributions:
     refusals: Counter[PeerId] = field(default_factory=Counter)
     """Number of refused updates of each worker."""
     _updates: dict[tuple[int, PeerId], ContributedRecord] = field(default_factory=dict)
-    _refused: set[tuple[int, PeerId]] = field(default_factory=set)
-    _unused: list[UnusedRecord] = field(default_factory=list)
+    refused: set[tuple[int, PeerId]] = field(default_factory=set)
+    """Rounds of which no further update of a worker is taken."""
+    unused: list[UnusedRecord] = field(default_factory=list)
+    """Updates that do not count, for the next record."""
 
     def add(self, update: ContributedRecord) -> None:
         """Add the update of a worker, in place of an earlier one of the round."""
@@ -53,45 +55,29 @@ class Contributions:
         """Return the rounds in which a worker has an update that may count."""
         return [number for number, member in self._updates if member == peer]
 
-    def is_refused(self, peer: PeerId, number: int) -> bool:
-        """Return whether an update of a worker in a round was refused."""
-        return (number, peer) in self._refused
-
     def is_over(self, peer: PeerId, number: int) -> bool:
         """Return whether another statement of a worker in a round is refused without looking at it."""
-        return self.is_refused(peer, number) or self.refusals[peer] >= MAX_REFUSALS
+        return (number, peer) in self.refused or self.refusals[peer] >= MAX_REFUSALS
 
     def refuse(self, peer: PeerId, number: int) -> int:
         """Count a refused update; return how many of the worker were refused."""
-        self._refused.add((number, peer))
+        self.refused.add((number, peer))
         self.refusals[peer] += 1
         return self.refusals[peer]
-
-    def restore_refusal(self, peer: PeerId, number: int) -> None:
-        """Refuse further updates of a worker in a round; this refusal is counted already."""
-        self._refused.add((number, peer))
 
     def discard(self, peer: PeerId, number: int, why: str) -> None:
         """Note that the update of a worker, if there is one, does not count."""
         if (found := self._updates.pop((number, peer), None)) is not None:
-            self.note_unused(UnusedRecord(peer=peer, why=why, ranges=found.ranges, contribution=found.contribution))
-
-    def note_unused(self, update: UnusedRecord) -> None:
-        """Note an update that does not count, for the next record."""
-        self._unused.append(update)
+            unused = UnusedRecord(peer=peer, why=why, ranges=found.ranges, contribution=found.contribution)
+            self.unused.append(unused)
 
     def close(self, number: int, members: Collection[PeerId], why: str) -> list[ContributedRecord]:
         """Return the updates of `members` in a round that is committed, in their order; all others do not count."""
         found = [self._updates.pop((number, peer)) for peer in members if (number, peer) in self._updates]
         for earlier, peer in [key for key in self._updates if key[0] <= number]:
             self.discard(peer, earlier, why)
-        self._refused = {key for key in self._refused if key[0] > number}
+        self.refused = {key for key in self.refused if key[0] > number}
         return found
-
-    def take_unused(self) -> list[UnusedRecord]:
-        """Return the updates that do not count, of which each is returned once."""
-        unused, self._unused = self._unused, []
-        return unused
 
 
 def spans_of(contribution: Contribution | None) -> tuple[SampleSpan, ...] | None:
@@ -129,8 +115,3 @@ def find_fault(message: StateContribution, number: int, weights: str | None) -> 
     if len(stated.ranges) > MAX_RANGES:
         return f"{len(stated.ranges)} ranges are over the limit of {MAX_RANGES}"
     return None
-
-
-def count_samples(spans: Sequence[SampleSpan]) -> int:
-    """Return the number of samples in spans of known size."""
-    return sum(span.end - span.first for span in spans)

@@ -93,7 +93,8 @@ class Membership:
             return RetryAfter(_ASK_AGAIN), running.commands.list_workers()
         if (seconds := running.barrier.remaining(peer, now)) > 0:
             return RetryAfter(seconds), ()
-        answer, effects = running.training.join_round(peer, self.commits.weights, now)
+        weights = self.commits.weights_before(self.commits.last + 1)
+        answer, effects = running.training.join_round(peer, weights, now)
         is_answer = answer.round is not None or answer.reason
         return answer if is_answer else RetryAfter(_ASK_AGAIN), effects
 
@@ -182,7 +183,7 @@ class Membership:
         if self.is_over or task.lease.id in self.draining:
             return self.lost(peer, why, now)
         effects = running.training.executor_lost(peer, why, now)
-        running.restart_worker(task)
+        running.tasks[replace(task, attempt=task.attempt + 1)] = TaskState.WAITING
         slot = running.slots.add(peer)
         fields = {"worker": str(peer), "round": self.commits.last + 1, "micro_batch": restart.micro_batch}
         event = member_event("worker_restarted", why, **fields)

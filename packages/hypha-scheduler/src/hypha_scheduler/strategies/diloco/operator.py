@@ -47,7 +47,7 @@ from hypha_scheduler.strategies.base import (
     TrafficCounts,
 )
 from hypha_scheduler.strategies.diloco import membership
-from hypha_scheduler.strategies.diloco.commit import CONTINUED, PAUSED, RoundCommits
+from hypha_scheduler.strategies.diloco.commit import PAUSED, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
 from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Refused
 from hypha_scheduler.strategies.diloco.events import (
@@ -98,6 +98,7 @@ _DATA_INTERVAL: Final = 1.0
 _SET_ASIDE: Final = instrumentation.Counter(
     "hypha.scheduler.slices.set_aside", "{slice}", "Slices that no provider had as the manifest describes them."
 )
+_NO_TRAINER: Final = "no training task of the job runs on this peer"
 _COMMIT: Final = "commit round"
 _CHECKPOINT: Final = "write checkpoint"
 _FINISH: Final = "finish model"
@@ -358,7 +359,10 @@ class DilocoOperator(Operator):
             _log.warning("%s cannot use slice %d, which is not assigned to it", peer, report.index)
             return ()
         _SET_ASIDE.add(1)
-        left, what = running.training.slices.usable, self._describe_unusable(report)
+        left = running.training.slices.usable
+        reasons = "; ".join(f"data node {failure.provider}: {failure.reason}" for failure in report.failures)
+        where = self._data.dataset.describe(report.index)
+        what = f"{where} at {reasons}; restore the file there, the data node's log says more"
         _log.warning("the job continues with %d slices, without %s", left, what)
         providers = {str(failure.provider): failure.reason for failure in report.failures}
         fields = {"slice": report.index, "worker": str(peer), "left": left, "providers": providers}
@@ -367,12 +371,6 @@ class DilocoOperator(Operator):
             return (event,)
         count = len(self._data.dataset.samples)
         return (event, *self._fail(f"dataset {dataset!r}: all {count} slices were set aside; the last, {what}"))
-
-    def _describe_unusable(self, report: UnusableSlice) -> str:
-        """Return what is wrong with a slice, and what to do."""
-        reasons = "; ".join(f"data node {failure.provider}: {failure.reason}" for failure in report.failures)
-        where = self._data.dataset.describe(report.index)
-        return f"{where} at {reasons}; restore the file there, the data node's log says more"
 
     def on_training_report(self, task: TaskRef, report: TrainingReport, now: float) -> tuple[ReportAnswer, Effects]:
         """Process the report of an executor."""
@@ -389,12 +387,14 @@ class DilocoOperator(Operator):
         """Handle what workers state and ask about rounds, and what background work observes."""
         self._now = now
         if source is None:
-            return None, self._on_notice(name, message, now)
+            return None, self._pause(str(message), now) if name == PAUSED else self._continue(now)
         match message:
             case StateContribution():
                 return self._state_contribution(source, message, now)
+            case AwaitCommit() if source.lease.role != TRAIN:
+                return CommitStatus(committed=False, reason=_NO_TRAINER), ()
             case AwaitCommit():
-                return self._answer_wait(source, message), ()
+                return self._commits.answer(message), ()
             case JoinRound():
                 return self._join(source, message, now)
             case ReportBatches():
@@ -408,7 +408,7 @@ class DilocoOperator(Operator):
     ) -> tuple[ContributionKnown, Effects]:
         running = self._running
         if running is None or source.lease.role != TRAIN:
-            return ContributionKnown(accepted=False, reason="no training task of the job runs on this peer"), ()
+            return ContributionKnown(accepted=False, reason=_NO_TRAINER), ()
         weights = self._commits.weights_before(message.round)
         answer, effects = running.training.state_contribution(source.lease.peer, message, weights, now)
         return answer, self._settle(effects, now)
@@ -416,7 +416,7 @@ class DilocoOperator(Operator):
     def _report_batches(self, source: TaskRef, message: ReportBatches, now: float) -> tuple[BatchesCounted, Effects]:
         running = self._running
         if running is None or source.lease.role != TRAIN:
-            return BatchesCounted(counted=0, reason="no training task of the job runs on this peer"), ()
+            return BatchesCounted(counted=0, reason=_NO_TRAINER), ()
         answer, effects = running.training.report_batches(source.lease.peer, message, now)
         return answer, self._settle(effects, now)
 
@@ -425,11 +425,6 @@ class DilocoOperator(Operator):
             return RoundToJoin(reason="the job trains no more"), ()
         answer, effects = self._membership.join(source, question, now)
         return answer, self._settle(effects, now)
-
-    def _answer_wait(self, source: TaskRef, question: AwaitCommit) -> CommitStatus | RetryAfter:
-        if source.lease.role != TRAIN:
-            return CommitStatus(committed=False, reason="no training task of the job runs on this peer")
-        return self._commits.answer(question)
 
     def _update_refused(self, source: TaskRef, message: UpdateRefused, now: float) -> Effects:
         """Continue a round without an update that the parameter server has refused or not received."""
@@ -443,11 +438,6 @@ class DilocoOperator(Operator):
             return self._settle(training.update_refused(number, message.peer, reason, now), now)
         event = EmitEvent("update_missing", {"round": number, "worker": str(message.peer), "reason": reason})
         return self._settle((event, *training.update_missing(number, message.peer, reason, now)), now)
-
-    def _on_notice(self, name: str, message: Any, now: float) -> Effects:
-        if name == PAUSED:
-            return self._pause(str(message), now)
-        return self._continue(now) if name == CONTINUED else ()
 
     def _pause(self, reason: str, now: float) -> Effects:
         """Let no deadline run out until there is room on the disk."""
@@ -607,7 +597,7 @@ class DilocoOperator(Operator):
                 return self._translate(self._membership.joined(peer, number))
             case Overdue(peer, reason):
                 return self._translate(self._membership.release(peer, reason, self._now))
-            case StepOverdue(_, reason):
+            case StepOverdue(reason):
                 return self._translate(self._handover.replace(reason, self._now))
             case ContributedRecord():  # without terms, a worker may be ahead of the records
                 return (write_record(effect),) if effect.round == self._commits.last + 1 else ()

@@ -106,10 +106,6 @@ class ResultModel:
 
     # ---------------------------------------------------------------------------------------------------------- rounds
 
-    async def discard(self, update: Path) -> None:
-        """Delete the file of an outer update that is not needed."""
-        await anyio.Path(update).unlink(missing_ok=True)
-
     async def advance(self, update: Path, round_number: int) -> RoundState:
         """Write the state after a round and sync it to disk; the round is not committed by that.
 
@@ -363,7 +359,7 @@ class ResultModel:
         for source in (self.start_dir, self.preprocessor):
             for path in [] if source is None else sorted(source.rglob("*")):
                 name = path.relative_to(source or path)
-                kept = source is not self.start_dir and (folder / name).exists() and _is_own(name)
+                kept = source is not self.start_dir and (folder / name).exists() and any(map(name.match, _OWN_FILES))
                 if path.is_file() and path.suffix != ".safetensors" and not kept:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, folder / name)
@@ -391,7 +387,3 @@ def name_classes(config_file: Path, names: Sequence[str]) -> None:
     config["id2label"] = {str(number): name for number, name in enumerate(names)}
     config["label2id"] = {name: number for number, name in enumerate(names)}
     config_file.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _is_own(name: Path) -> bool:
-    return any(name.match(pattern) for pattern in _OWN_FILES)

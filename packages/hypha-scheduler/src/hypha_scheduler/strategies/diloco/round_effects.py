@@ -116,7 +116,6 @@ class Overdue:
 class StepOverdue:
     """Effect: replace the parameter server, which has not taken an outer step in time; it counts as lost already."""
 
-    round: int
     reason: str
 
 

@@ -104,11 +104,6 @@ class Rounds:
         self.members[peer] = RoundMember(self.closed + 1, Standing.PREPARING, since=now, seen_at=now)
         return self._go_on(now)
 
-    def note_joins(self, peer: PeerId) -> None:
-        """Record that the executor of a worker asks with which round it begins, as an earlier run has seen."""
-        if (member := self.members.get(peer)) is not None:
-            member.joins = True
-
     def joins(self, peer: PeerId) -> bool:
         """Return whether the executor of a worker has asked with which round it begins."""
         member = self.members.get(peer)
@@ -336,15 +331,11 @@ class Rounds:
     def _came_back(self, peer: PeerId, member: RoundMember, current: Round, now: float) -> None:
         """Expect the update of a worker that reports in a round that still needs it."""
         member.heard(now)
-        if self._can_return(peer, current):
+        is_open = current.number > self.closed and current.announced_at is None and peer not in current.refused
+        if is_open and member.standing in (Standing.JOINED, Standing.AWAY):
             current.dropped.discard(peer)
             member.change(Standing.TRAINING, now)
             self._unreported = self.take_effects(now)
-
-    def _can_return(self, peer: PeerId, current: Round) -> bool:
-        """Return whether a worker that was late, or has just joined, can take part in a round that is open still."""
-        is_open = current.number > self.closed and current.announced_at is None and peer not in current.refused
-        return is_open and self.members[peer].standing in (Standing.JOINED, Standing.AWAY)
 
     def _measure_batches(
         self, member: RoundMember, part: RoundShare, batches: Sequence[MeasuredBatch], now: float
@@ -448,7 +439,8 @@ class Rounds:
         if member.round >= self.settings.rounds:
             member.done = True
             return Done()
-        if member.drains and len(self._taking_part()) > self.settings.min_members:
+        taking_part = sum(m.standing in (Standing.TRAINING, Standing.JOINED) for m in self.members.values())
+        if member.drains and taking_part > self.settings.min_members:
             del self.members[peer]
             self._unreported = self.take_effects(now)
             for current in self._unclosed():  # it may have been the last one for which the next round waits
@@ -457,9 +449,6 @@ class Rounds:
             return Done()
         self._next_round(peer, member, now)
         return Continue()
-
-    def _taking_part(self) -> list[PeerId]:
-        return [p for p, m in self.members.items() if m.standing in (Standing.TRAINING, Standing.JOINED)]
 
     def _next_round(self, peer: PeerId, member: RoundMember, now: float) -> None:
         """Let a worker that has merged the outer update of its round begin the next one."""
@@ -692,7 +681,7 @@ class Rounds:
         if current.announced_at is not None:
             since = now - current.announced_at
             reason = f"round {current.number}: the parameter server took no outer step within {since:.0f} s"
-            return (StepOverdue(current.number, reason), *self.server_lost(reason, now))
+            return (StepOverdue(reason), *self.server_lost(reason, now))
         late = self._roster.missing(current)
         waited = {peer: now - current.waited_from(peer) for peer in late}
         for peer in late:

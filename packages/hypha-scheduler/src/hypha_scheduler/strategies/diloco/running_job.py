@@ -23,8 +23,14 @@ from hypha_scheduler.strategies.diloco.round_effects import AnnounceRound, Round
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger
 from hypha_scheduler.strategies.diloco.server_commands import ServerCommands
-from hypha_scheduler.strategies.diloco.slots import Slots
-from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN, PlacedJob, evaluation_shares, round_settings
+from hypha_scheduler.strategies.diloco.specs import (
+    AGGREGATE,
+    TRAIN,
+    PlacedJob,
+    Slots,
+    evaluation_shares,
+    round_settings,
+)
 from hypha_scheduler.strategies.diloco.training_state import TrainingState
 
 _log = logging.getLogger(__name__)
@@ -128,10 +134,6 @@ class RunningJob:
         self.note_worker(lease.peer, lease.id)
         self.tasks[TaskRef(f"train-{slot.member + 1}", lease, self.first_attempt)] = TaskState.WAITING
         return slot.member
-
-    def restart_worker(self, task: TaskRef) -> None:
-        """Add another attempt at the task of a worker, which has ended."""
-        self.tasks[TaskRef(task.name, task.lease, task.attempt + 1)] = TaskState.WAITING
 
     def note_worker(self, peer: PeerId, lease: uuid.UUID) -> None:
         """Add a worker."""
@@ -310,9 +312,9 @@ class JobBuilder:
         training.honours_ranges |= restored.stating
         training.contributions.refusals.update(restored.refusals)
         for peer, unused in restored.refused.items():
-            training.contributions.restore_refusal(peer, restored.closed + 1)
+            training.contributions.refused.add((restored.closed + 1, peer))
             if unused is not None:
-                training.contributions.note_unused(unused)
+                training.contributions.unused.append(unused)
         posted = {}
         for peer, update in restored.contributed.items():
             if peer not in peers and restored.announced is None:
@@ -324,7 +326,7 @@ class JobBuilder:
         announced = restored.announced
         members = None if announced is None else [peer for peer, _ in announced.members]
         for peer in peers:
-            training.rounds.note_joins(peer)
+            training.rounds.members[peer].joins = True
         training.taken_up.update(peers)
         away = [peer for peer in peers if restored.closed and peer not in restored.present]
         training.rounds.resume_round(posted, members, now, restored.refused.keys(), away)

@@ -40,7 +40,8 @@ class ServerCommands:
     """Whether the parameter server's task has started, and workers are listed."""
     agreed: AnnounceRound | None = None
     """The last announcement that it has accepted."""
-    _in_flight: AnnounceRound | None = None
+    in_flight: AnnounceRound | None = None
+    """Announcement that is not answered; None if every one is."""
     _latest: AnnounceRound | None = None
     """Announcement that waits for the response to the one in flight."""
     _accepted_round: int = 0
@@ -72,10 +73,10 @@ class ServerCommands:
         self._announced = [earlier for earlier in self._announced if earlier.round == members.round] + [members]
         if self.server is None:
             return ()
-        if self._in_flight is not None:
+        if self.in_flight is not None:
             self._latest = members
             return ()
-        self._in_flight = members
+        self.in_flight = members
         updates = {peer: self.contributions.get(peer, members.round) for peer, _ in members.members}
         command = SetMembers(
             round=members.round,
@@ -98,8 +99,8 @@ class ServerCommands:
         Returns:
             why the parameter server has to be replaced, if it has, and the next announcement to send.
         """
-        members, latest = self._in_flight, self._latest
-        self._in_flight = self._latest = None
+        members, latest = self.in_flight, self._latest
+        self.in_flight = self._latest = None
         if members is None:
             return None, ()
         failure = self._failure(members, outcome, closed)
@@ -118,11 +119,6 @@ class ServerCommands:
             return failure if closed < members.round else None
         self._accepted_round, self.agreed = members.round, members
         return None
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether every announcement was answered."""
-        return self._in_flight is None
 
     def agreed_members(self, number: int, refused: Collection[PeerId], samples: int | None) -> tuple[PeerId, ...]:
         """Return whose updates the parameter server has averaged in a round.

@@ -32,7 +32,6 @@ from hypha_scheduler.jobs.specs import executor_of, model_spec, optimizer_spec, 
 from hypha_scheduler.strategies.base import DatasetView
 from hypha_scheduler.strategies.diloco.config import TRAIN_KIND, DilocoJobConfig
 from hypha_scheduler.strategies.diloco.round_effects import RoundSettings
-from hypha_scheduler.strategies.diloco.slots import Slot
 from hypha_scheduler.strategies.diloco.timeouts import Timeouts
 
 TRAIN: Final = "train"
@@ -99,6 +98,40 @@ def outer_optimizer(job: DilocoJobConfig) -> Nesterov:
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """Place of one worker in a job."""
+
+    member: int
+    """Number of the worker in the job, from 0; never given to another one."""
+    share: int | None
+    """Which share of the evaluation samples it evaluates, from 0; None if all shares are taken."""
+
+
+@dataclass(slots=True)
+class Slots:
+    """Slots of the workers of one job."""
+
+    shares: int
+    """Number of shares of the evaluation samples, the job's `num_workers`."""
+    next_member: int = 0
+    """Lowest member number that was never given away."""
+    held: dict[PeerId, Slot] = field(default_factory=dict)
+    """A worker that is removed frees its share; its number stays unused."""
+
+    def add(self, peer: PeerId) -> Slot:
+        """Give a worker a new member number and the lowest free share; one that has a slot keeps it."""
+        return self.held.get(peer) or self.restore(peer, self.next_member)
+
+    def restore(self, peer: PeerId, member: int) -> Slot:
+        """Give a worker the member number that it had in an earlier run of the scheduler, and the lowest free share."""
+        taken = {slot.share for other, slot in self.held.items() if other != peer}
+        share = next((number for number in range(self.shares) if number not in taken), None)
+        self.held[peer] = slot = Slot(member, share)
+        self.next_member = max(self.next_member, member + 1)
+        return slot
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedJob:
     """Job with allocated workers; builds the task of each."""
 
@@ -152,8 +185,10 @@ class PlacedJob:
             micro_batch: maximum number of samples that its executor computes at once.
         """
         job, workers = self.job, self.scheduled_for or len(self.workers)
-        batch_size = self.batch or job.rounds.batch_for(workers)
-        schedule = schedule_spec(job.inner_optimizer, _steps(job, workers, batch_size))
+        batch_size, samples = self.batch or job.rounds.batch_for(workers), job.rounds.avg_samples_between_updates
+        at_once = workers * batch_size  # samples of a step of all workers
+        steps = max(1, job.rounds.update_rounds * samples // at_once)
+        schedule = schedule_spec(job.inner_optimizer, steps)
         share = None if slot is None or slot.share is None else self.evaluation.get(slot.share)
         return TrainConfig(
             model=model_spec(job.model, self.model),
@@ -166,7 +201,7 @@ class PlacedJob:
             scheduler=schedule,
             seed=job.seed,
             member=None if slot is None else slot.member,
-            round_steps=None if schedule is None else _round_steps(job, workers, batch_size),
+            round_steps=None if schedule is None else samples / at_once,
             evaluation=None if share is None else Evaluation(data=share, every=job.rounds.evaluate_every),
             first_round=self.closed + 1 if self.closed else None,
             term=self.term,
@@ -211,14 +246,3 @@ def _largest_share(samples: Sequence[int | None], workers: int) -> int | None:
     """Return how many samples the largest share of a dataset has among so many workers; None if that is unknown."""
     known = [count for count in samples if count is not None]
     return None if len(known) < len(samples) else max(known, default=0) * -(-len(known) // workers)
-
-
-def _steps(job: DilocoJobConfig, workers: int, batch_size: int) -> int:
-    """Return the average number of inner steps of a worker in the whole job."""
-    samples = job.rounds.update_rounds * job.rounds.avg_samples_between_updates
-    return max(1, samples // (workers * batch_size))
-
-
-def _round_steps(job: DilocoJobConfig, workers: int, batch_size: int) -> float:
-    """Return the average number of inner steps of a worker in a round."""
-    return job.rounds.avg_samples_between_updates / (workers * batch_size)

@@ -103,7 +103,11 @@ async def _prepare(job: DilocoJobConfig, context: JobContext, restored: Restored
         dataset, model.reference, result, preprocessor.reference if preprocessor else None, evaluation, manifest,
         digest, partial(anyio.to_thread.run_sync, prove, context.directory, "rounds"),
     )  # fmt: skip
-    _check_unchanged(JobBuilder(job, context, data, restored))
+    was = restored.began
+    if was is not None and (found := was.differences(JobBuilder(job, context, data, restored).began(was.workers))):
+        raise JobFailedError(
+            f"{context.directory}: the job cannot go on: {'; '.join(found)}. Resume it with what it began with"
+        )
     return data
 
 
@@ -119,7 +123,7 @@ async def _open_dataset(
     path = context.directory / name
     timeout = job.resources.allocation_timeout
     dataset = await context.open_dataset(job.dataset, timeout=timeout, manifest=name)
-    digest = await anyio.to_thread.run_sync(_file_digest, path)
+    digest = await anyio.to_thread.run_sync(lambda: digest_file(path) if path.exists() else None)
     if restored.began is not None:
         await anyio.Path(path).unlink(missing_ok=True)
         if digest != restored.began.manifest:
@@ -128,23 +132,6 @@ async def _open_dataset(
                 f"{digest}, and had {restored.began.manifest} when the job began; offer the dataset as it was"
             )
     return dataset, digest
-
-
-def _file_digest(path: Path) -> str | None:
-    return digest_file(path) if path.exists() else None
-
-
-def _check_unchanged(builder: JobBuilder) -> None:
-    """Check that the job works with what it began with.
-
-    Raises:
-        JobFailedError: it does not.
-    """
-    was = builder.restored.began
-    if was is not None and (found := was.differences(builder.began(was.workers))):
-        raise JobFailedError(
-            f"{builder.context.directory}: the job cannot go on: {'; '.join(found)}. Resume it with what it began with"
-        )
 
 
 STRATEGY: Final = DilocoStrategy()

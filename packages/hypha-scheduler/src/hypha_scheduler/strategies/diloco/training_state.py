@@ -36,13 +36,7 @@ from hypha_proto.training_reports import (
 from hypha_scheduler.strategies.base import SliceRefusedError
 from hypha_scheduler.strategies.diloco import round_effects
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
-from hypha_scheduler.strategies.diloco.contributions import (
-    Contributions,
-    Refused,
-    count_samples,
-    find_fault,
-    spans_of,
-)
+from hypha_scheduler.strategies.diloco.contributions import Contributions, Refused, find_fault, spans_of
 from hypha_scheduler.strategies.diloco.events import WEIGHTS_FETCHED
 from hypha_scheduler.strategies.diloco.records import ContributedRecord, UnusedRecord
 from hypha_scheduler.strategies.diloco.round_effects import Left, Measured
@@ -286,7 +280,7 @@ class TrainingState:
         samples, batches = self.rounds.progress_of(peer, number)
         spans = self.slices.contribute(peer, number, spans_of(stated))
         if stated is not None:
-            samples, batches = count_samples(spans), stated.batches
+            samples, batches = sum(span.samples for span in spans), stated.batches
         return ContributedRecord(
             worker=peer,
             round=number,
@@ -310,7 +304,7 @@ class TrainingState:
         taken = self.slices.contribute(peer, number, spans)
         self.slices.withdraw(peer, number)
         unused = UnusedRecord(peer=peer, why=why, ranges=taken, contribution=message.contribution)
-        self.contributions.note_unused(unused)
+        self.contributions.unused.append(unused)
         return (refused, *self.rounds.update_refused(number, peer, why, now))
 
     def _withdraw(self, peer: PeerId, number: int, why: str) -> None:
@@ -333,7 +327,8 @@ class TrainingState:
             self.batches[update.worker] += update.batches
         for peer in [peer for peer, announced in self._releasing.items() if announced <= number]:
             self._release(peer, number)
-        return updates, self.contributions.take_unused()
+        unused, self.contributions.unused = self.contributions.unused, []
+        return updates, unused
 
     def _free(self, peer: PeerId, number: int) -> None:
         """Let others use the samples of a worker that is gone: those of its updates once it is known which count."""
@@ -379,17 +374,11 @@ class TrainingState:
             self.micro_batches[peer] = max(1, min(int(stated), self.rounds.settings.batch_size))
         if values.keys() & _OTHER_REPORTS and not values.keys() & _TRAINED:
             return (Measured(peer, report.round, values),)
-        self._add_seconds(peer, values)
-        return (
-            Measured(peer, report.round, values),
-            *self.rounds.metrics_reported(peer, report.round, values.get("loss"), now),
-        )
-
-    def _add_seconds(self, peer: PeerId, values: Mapping[str, float]) -> None:
-        """Add the times that a worker states of a round; it may state any number."""
-        stated = {name: values[name] for name in ROUND_SECONDS if values.get(name, -1.0) >= 0}
-        if stated and peer in self.rounds.members:
-            self.seconds.setdefault(peer, Counter()).update(stated)
+        seconds = {name: values[name] for name in ROUND_SECONDS if values.get(name, -1.0) >= 0}
+        if seconds and peer in self.rounds.members:
+            self.seconds.setdefault(peer, Counter()).update(seconds)
+        reported = self.rounds.metrics_reported(peer, report.round, values.get("loss"), now)
+        return (Measured(peer, report.round, values), *reported)
 
     def worker_lost(self, peer: PeerId, why: str, now: float) -> tuple[Effect, ...]:
         """Remove a lost worker; its unused samples are assigned to others.
@@ -404,7 +393,7 @@ class TrainingState:
 
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update the parameter server refused."""
-        counted = peer in self.rounds.members and not self.contributions.is_refused(peer, number)
+        counted = peer in self.rounds.members and (number, peer) not in self.contributions.refused
         refused = (Refused(peer, number, reason, self.contributions.refuse(peer, number)),) if counted else ()
         if self._is_former(peer, number, reason):
             return refused
