@@ -160,16 +160,27 @@ class GlobalModel:
     ) -> RoundState:
         names = sorted(change.tensors)
         infos = {name: _wide(sources[name].tensors[name]) for name in names}
-        before, after, momentum = WeightsDigest(), WeightsDigest(), None
+        before, after, momentum = WeightsDigest(), WeightsDigest(), WeightsDigest()
         with TensorFileWriter(folder / WEIGHTS, infos, metadata) as writer:
             for name in names:
-                _add_tensor(name, sources[name], change, writer, before, after)
+                info = sources[name].tensors[name]
+                for digest in (before, after):
+                    digest.begin(name, info.shape, integers=info.dtype not in FLOAT_DTYPES)
+                for old, new in _sums(sources[name], change, name):
+                    before.update(old)
+                    after.update(new)
+                    writer.write_stored(name, new)
         if self.optimizer.momentum != 0.0:
             kept = {name: TensorInfo("F32", change.tensors[name].shape) for name in sorted(trained)}
             with TensorFileWriter(folder / MOMENTUM, kept, metadata) as writer:
-                momentum = _write_momentum(kept, moving, change, self.optimizer, writer)
-        number = int(metadata[_ROUND])
-        return RoundState(number, before.digest(), after.digest(), momentum, digest_file(change.path))
+                for name, info in kept.items():
+                    momentum.begin(name, info.shape)
+                    for moved, added in _zip_blocks(moving, change, name):
+                        values = derive_momentum(added, moved, self.optimizer)
+                        momentum.update(values)
+                        writer.write_stored(name, values)
+        number, kept_digest = int(metadata[_ROUND]), momentum.digest() if self.optimizer.momentum != 0.0 else None
+        return RoundState(number, before.digest(), after.digest(), kept_digest, digest_file(change.path))
 
     def write_model(self, round_number: int, target: Path) -> None:
         """Write the model files after a round, named and in the dtypes of the start model's, to a directory.
@@ -245,24 +256,6 @@ def _wide(info: TensorInfo) -> TensorInfo:
     return TensorInfo("F32" if info.dtype in FLOAT_DTYPES else "I64", info.shape)
 
 
-def _add_tensor(
-    name: str,
-    source: TensorFile,
-    change: TensorFile,
-    writer: TensorFileWriter,
-    before: WeightsDigest,
-    after: WeightsDigest,
-) -> None:
-    info = source.tensors[name]
-    integers = info.dtype not in FLOAT_DTYPES
-    before.begin(name, info.shape, integers=integers)
-    after.begin(name, info.shape, integers=integers)
-    for old, new in _sums(source, change, name):
-        before.update(old)
-        after.update(new)
-        writer.write_stored(name, new)
-
-
 def _sums(source: TensorFile, change: TensorFile, name: str) -> Iterator[tuple[Array, Array]]:
     """Yield blocks of a tensor before and after an update, with the arithmetic of executors.
 
@@ -283,23 +276,6 @@ def _sums(source: TensorFile, change: TensorFile, name: str) -> Iterator[tuple[A
         if not np.isfinite(new).all():
             raise TensorFileError(f"{change.path.name}: with it, {name!r} becomes NaN or infinite")
         yield old, new
-
-
-def _write_momentum(
-    infos: Mapping[str, TensorInfo],
-    before: TensorFile | None,
-    change: TensorFile,
-    optimizer: Nesterov,
-    writer: TensorFileWriter,
-) -> str:
-    digest = WeightsDigest()
-    for name, info in infos.items():
-        digest.begin(name, info.shape)
-        for moved, added in _zip_blocks(before, change, name):
-            values = derive_momentum(added, moved, optimizer)
-            digest.update(values)
-            writer.write_stored(name, values)
-    return digest.digest()
 
 
 def _zip_blocks(

@@ -153,7 +153,8 @@ class TensorFile:
         with path.open("rb") as file:
             head = file.read(HEAD)
         if head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
-            raise TensorFileError(f"{path.name}: {_describe(head)}")
+            kind = "text" if is_text(head) else f"of no known kind, and begins with {head[:8]!r}"
+            raise TensorFileError(f"{path.name}: {name_kind(head) or f'it is {kind}'}")
         # a plain array: memmap runs a method of its own on every index and view
         self._data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
         length = int.from_bytes(self._data[:_LENGTH_BYTES].tobytes(), "little")
@@ -226,15 +227,12 @@ class TensorFile:
             raise TensorFileError(f"{self.path.name} holds no tensor {name!r}") from None
 
 
-def _describe(head: bytes) -> str:
-    """Return what a file is whose header does not begin as one of safetensors must."""
-    return name_kind(head) or f"it is {'text' if is_text(head) else f'of no known kind, and begins with {head[:8]!r}'}"
-
-
 def _check_header(header: bytes, data_size: int) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
     """Parse a header that must describe exactly `data_size` bytes; return metadata, and each tensor with its offset."""
     entries = _parse_json(header)
-    metadata = _check_metadata(entries.pop(_METADATA_KEY, {}))
+    metadata = entries.pop(_METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise TensorFileError(f"{_METADATA_KEY} is not a map of text to text")
     located = {name: _check_entry(name, entry) for name, entry in entries.items()}
     expected = 0
     ordered = sorted(located.items(), key=lambda item: (item[1][1], item[1][0].nbytes))
@@ -256,12 +254,6 @@ def _parse_json(header: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TensorFileError("the header is not a JSON object")
     return value
-
-
-def _check_metadata(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise TensorFileError(f"{_METADATA_KEY} is not a map of text to text")
-    return metadata
 
 
 def _is_size(value: Any) -> bool:
