@@ -170,10 +170,6 @@ class Round:
         self.announced = tuple(member for member in self.announced if member[0] != peer)
         self.is_outdated = True
 
-    def forget_announcement(self) -> None:
-        """Note that no parameter server will take a step from its announced members."""
-        self.announced, self.announced_at, self.was_announced, self.is_outdated = (), None, False, False
-
     def announce(self, members: tuple[tuple[PeerId, int], ...], now: float) -> None:
         """Note that its members are announced."""
         self.announced, self.announced_at, self.was_announced, self.is_outdated = members, now, True, False

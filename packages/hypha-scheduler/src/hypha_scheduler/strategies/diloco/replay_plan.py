@@ -183,7 +183,9 @@ def _plan_round(found: _FoundRound, read: _Read, manifest: Manifest) -> Recorded
         raise JobFailedError(f"{read.journal}: line {found.line}: round {record.round} has no member")
     for member in record.members:
         place = f"{read.journal}: line {found.line}: round {record.round}: {member.peer}"
-        if fault := _find_fault(member, record.round) or _find_range_fault(member, manifest):
+        ranges = () if member.contribution is None else member.contribution.ranges
+        faults = (_find_fault(member, record.round), *(_range_fault(part, manifest) for part in ranges))
+        if fault := next(filter(None, faults), None):
             raise JobFailedError(f"{place}: {fault}")
     members = {member.peer for member in record.members}
     unused = {peer: stated for peer, stated in read.unused[record.round].items() if peer not in members}
@@ -224,11 +226,6 @@ def _find_fault(member: MemberRecord, number: int) -> str | None:
             f"{samples} samples are {batches} batches of {stated.batch_size}, and its executor stated {stated.batches}"
         )
     return None
-
-
-def _find_range_fault(member: MemberRecord, manifest: Manifest) -> str | None:
-    ranges = () if member.contribution is None else member.contribution.ranges
-    return next((fault for part in ranges if (fault := _range_fault(part, manifest))), None)
 
 
 def _range_fault(part: SampleRange, manifest: Manifest) -> str | None:

@@ -35,7 +35,8 @@ class RoundAllocation:
 
     def allocate(self, peer: PeerId, current: Round, now: float) -> int | None:
         """Return how many more batches a worker processes; None if that is not known yet, or stays as it was."""
-        part, counted = current.part(peer), self._counted(current)
+        part = current.part(peer)
+        counted = [peer for peer in self.roster.expected(current) if not self.roster.members[peer].is_suspected]
         is_final = part.is_settled or (part.remaining == 0 and not part.asks)
         if is_final or not self._is_possible(current, counted):
             return None
@@ -75,9 +76,6 @@ class RoundAllocation:
             others = [other for other in current.parts.values() if other is not part]
             return count > 1 or (count == 1 and all(other.is_trained for other in others))
         return abs(count - part.remaining) > max(1.0, _MIN_CHANGE * part.remaining)
-
-    def _counted(self, current: Round) -> list[PeerId]:
-        return [peer for peer in self.roster.expected(current) if not self.roster.members[peer].is_suspected]
 
     def _is_possible(self, current: Round, counted: Sequence[PeerId]) -> bool:
         done = sum(part.samples for part in current.parts.values())

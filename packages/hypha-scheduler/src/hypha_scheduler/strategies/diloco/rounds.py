@@ -207,7 +207,8 @@ class Rounds:
         """Process that there is no parameter server: no deadline passes until there is another one."""
         self.pause.server_gone = why
         for current in self._unclosed():
-            current.forget_announcement()
+            current.announced, current.announced_at = (), None
+            current.was_announced = current.is_outdated = False
         return self.take_effects(now)
 
     def server_ready(self, now: float) -> tuple[Effect, ...]:

@@ -141,7 +141,8 @@ class TaskGraph:
             inputs = tuple(dict.fromkeys((found.task, found.output) for found in _results(table)))
             unused = frozenset(name for name in table.outputs if (table.name, name) not in used)
             keep = unused if table.keep is None else frozenset(table.keep)
-            task = GraphTask(table, _role_of(table, roles), inputs, keep, instance_names(table), first)
+            names = (table.name,) if table.count == 1 else (f"{table.name}[{index}]" for index in range(table.count))
+            task = GraphTask(table, _role_of(table, roles), inputs, keep, tuple(names), first)
             first += table.count
             self.tasks[table.name] = task
             for result in inputs:
@@ -153,11 +154,6 @@ class TaskGraph:
         """Return what identifies the list of tasks, without secrets."""
         tasks = [table.model_dump(mode="json") for table in self.job.tasks]
         return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()
-
-
-def instance_names(table: TaskTable) -> tuple[str, ...]:
-    """Return the names of the instances of a task."""
-    return tuple(f"{table.name}[{index}]" for index in range(table.count)) if table.count > 1 else (table.name,)
 
 
 def _results(table: TaskTable) -> Iterator[Any]:
