@@ -77,7 +77,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
     """
     if lacking := [line for job in config.jobs for line in job.missing_files()]:
         raise JobFailedError("\n".join(lacking))
-    service, bridge = _open_service(config, node)
+    service = _open_service(config, node)
     nodes = NodeDirectory(node.endpoint)
     submissions = SubmissionServer(
         config.runs_dir, service.run_job, service.resume_job, config.scheduler.strategies, service.jobs, nodes
@@ -98,7 +98,7 @@ async def serve(config: SchedulerConfig, node: Node) -> None:
                     await _run_unattended(partial(service.run_configured, job), failures)
         if config.jobs:
             submissions.stop_when_idle()
-    await _write_the_last(service, bridge)
+    await _write_the_last(service.host)
     if failures:
         raise JobFailedError("\n".join(f"job failed: {error}" for error in failures))
 
@@ -109,12 +109,12 @@ async def serve_resumed(config: SchedulerConfig, node: Node, found: ResumableJob
     Raises:
         JobFailedError: it failed, or its strategy does not resume it.
     """
-    service, bridge = _open_service(config, node)
+    service = _open_service(config, node)
     node.readiness.ready()
     failures: list[JobFailedError] = []
     async with _stopped_by_sigterm(node, service):
         await _run_unattended(partial(service.resume_job, found.job, found.job_id), failures)
-    await _write_the_last(service, bridge)
+    await _write_the_last(service.host)
     for failure in failures:
         raise failure
 
@@ -138,11 +138,11 @@ async def _run_unattended(run_job: Callable[[], Awaitable[Path]], failures: list
         _log.warning("job interrupted: %s", error)
 
 
-async def _write_the_last(service: SchedulerService, bridge: StatusBridge | None) -> None:
+async def _write_the_last(host: JobHost) -> None:
     """Wait for a moment until metrics and ends of jobs are written."""
-    if bridge is not None:
-        await bridge.drain(_LAST_METRICS)
-    await service.host.ends.drain(_LAST_ENDS)
+    if host.bridge is not None:
+        await host.bridge.drain(_LAST_METRICS)
+    await host.ends.drain(_LAST_ENDS)
 
 
 @asynccontextmanager
@@ -164,24 +164,16 @@ async def _stopped_by_sigterm(
         tasks.cancel_scope.cancel()
 
 
-def _open_service(config: SchedulerConfig, node: Node) -> tuple[SchedulerService, StatusBridge | None]:
-    """Return the service, and the status bridge if one is configured; both run in the background."""
-    bridge = None
+def _open_service(config: SchedulerConfig, node: Node) -> SchedulerService:
+    """Return the service; its status bridge, if one is configured, runs in the background."""
+    table, bridge = config.scheduler, None
     if config.bridge_address is not None:
         bridge = StatusBridge(config.bridge_address)
         node.tasks.start_soon(bridge.run)
-    table = config.scheduler
-    host = JobHost(
-        node.endpoint,
-        config.runs_dir,
-        bridge,
-        table.auction,
-        table.model_command,
-        source_access(table.connectors.networks, table.connectors.s3_settings),
-    )
+    access = source_access(table.connectors.networks, table.connectors.s3_settings)
+    host = JobHost(node.endpoint, config.runs_dir, bridge, table.auction, table.model_command, access)
     node.tasks.start_soon(host.ends.run)
-    jobs = ActiveJobs(table.queue.max_running, table.queue.max_waiting)
-    return SchedulerService(host, table.strategies, jobs), bridge
+    return SchedulerService(host, table.strategies, ActiveJobs(table.queue.max_running, table.queue.max_waiting))
 
 
 async def _accept_jobs(submissions: SubmissionServer, required: bool) -> None:
