@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hypha_data.checks import check_datasets
 from hypha_data.cli import main
 from hypha_data.config import DataConfig
+from hypha_data.inspection import check_datasets
 
 
 @pytest.mark.parametrize(("options", "verify"), [([], False), (["--verify"], True), (["--set", "verify=true"], True)])

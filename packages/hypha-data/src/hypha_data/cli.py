@@ -28,7 +28,7 @@ async def _serve(config: DataConfig, node: Any) -> None:
 
 
 def _checks(config: DataConfig, _live: bool) -> Iterator[Check]:
-    from hypha_data.checks import check_datasets  # imports what only this command needs
+    from hypha_data.inspection import check_datasets  # imports what only this command needs
 
     return check_datasets(config)
 

@@ -1,4 +1,7 @@
-"""What a folder of slices holds, and whether its files are those of the manifest."""
+"""What a folder of slices holds, and whether its files are those of the manifest.
+
+For ``inspect``, and for ``run --check`` and ``probe``, which read no slice.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha_data.catalog import Dataset, open_dataset
+from hypha_data.catalog import Dataset, count_samples, find_slices, open_dataset, read_manifest
+from hypha_data.config import DataConfig
 from hypha_data.digest_cache import DigestCache, ignore_progress
+from hypha_data.errors import DatasetError
 from hypha_data.jsonl import RowFormatError, parse_row
 from hypha_data.sources.reader import LABELS, MAX_CLASSES
-from hypha_proto.datasets import JSONL, SAFETENSORS, SliceEntry
+from hypha_net.node.checks import Check, failed, ok
+from hypha_proto.datasets import JSONL, SAFETENSORS, SLICE_SUFFIXES, SliceEntry
 from hypha_proto.errors import TensorFileError
 from hypha_proto.file_kinds import is_text
 from hypha_proto.safetensors_io import TensorFile, to_float32
@@ -24,6 +30,7 @@ from hypha_proto.texts import quote
 
 _SHOWN_ROWS: Final = 3
 _SHOWN_VALUES: Final = 8
+_REMEDY: Final = "restore the file, or prepare the dataset again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ def _find_faults(dataset: Dataset, verify: bool) -> Iterator[str]:
         path = dataset.folder / entry.file
         fault = find_slice_fault(path, entry, verify)
         if fault is not None:
-            yield f"{path}: {fault}; restore the file, or prepare the dataset again"
+            yield f"{path}: {fault}; {_REMEDY}"
 
 
 def find_slice_fault(path: Path, entry: SliceEntry, verify: bool) -> str | None:
@@ -128,3 +135,53 @@ def _count_classes(dataset: Dataset) -> dict[int, int] | None:
     except (TensorFileError, OSError):  # a fault that `verify` names
         return None
     return dict(sorted(counts.items()))
+
+
+# -------------------------------------------------------------------------------------------------- checks of a node
+
+
+def check_datasets(config: DataConfig) -> Iterator[Check]:
+    """Check the folders of all datasets, and the files that are provided one by one."""
+    if config.dataset_path is not None:
+        yield _check_dataset("dataset_path", config.dataset_path.name, config.dataset_path)
+    for number, dataset in enumerate(config.datasets):
+        yield _check_dataset(f"datasets[{number}].path", dataset.name, dataset.path)
+    for number, path in enumerate(config.provide):
+        yield _check_file(f"provide[{number}] {path}", path)
+
+
+def _check_dataset(key: str, name: str, folder: Path) -> Check:
+    what = f"{key} {folder}"
+    if not folder.is_dir():
+        return failed(f"{what}: there is no such folder: `hypha-data prepare` makes one, or correct the path")
+    try:
+        count, faults = _examine(name, folder)
+    except (DatasetError, OSError) as error:
+        return failed(f"{what}: {error}")
+    if faults:
+        return failed(f"{what}: {len(faults)} of {count} slices cannot be served, the first: {faults[0]}; {_REMEDY}")
+    return ok(f"{what}: {count} slices are there")
+
+
+def _examine(name: str, folder: Path) -> tuple[int, list[str]]:
+    """Return the number of slices and what is wrong with them: sizes, or headers where there is no manifest."""
+    manifest = read_manifest(name, folder)
+    files = find_slices(name, folder, manifest)
+    if manifest is not None:
+        found = ((entry.file, find_slice_fault(folder / entry.file, entry, False)) for entry in manifest.slices)
+        return len(manifest.slices), [f"{file}: {fault}" for file, fault in found if fault is not None]
+    for file in files:
+        if file.suffix == SLICE_SUFFIXES[SAFETENSORS]:
+            count_samples(file)
+    return len(files), []
+
+
+def _check_file(what: str, path: Path) -> Check:
+    if not path.is_file():
+        return failed(f"{what}: there is no such file: correct the path, or remove it from the list")
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return failed(f"{what}: cannot be read: {error.strerror or error}; correct its owner or mode")
+    return ok(f"{what}: can be read")

@@ -17,7 +17,8 @@ from hypha_proto.datasets import MANIFEST
 from hypha_scheduler.datasets.dataset import open_dataset
 from hypha_scheduler.errors import JobFailedError, JobRefusedError
 from hypha_scheduler.jobs.config import JobTable
-from hypha_scheduler.submission.nearest_datasets import list_known, nearest
+from hypha_scheduler.submission.node_directory import list_known
+from hypha_scheduler.submission.node_list import nearest
 
 DATASET_TIMEOUT: Final = 8.0
 """Seconds until a data node must have announced a dataset."""

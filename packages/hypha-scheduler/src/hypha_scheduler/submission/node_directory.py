@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,10 +16,12 @@ import anyio
 import msgspec
 
 from hypha_net import rpc
+from hypha_net.dataset_directory import list_datasets
 from hypha_net.endpoint import Endpoint
 from hypha_net.errors import NetError, UnsupportedProtocolError
 from hypha_net.events import Connected, Disconnected
 from hypha_net.peer_names import known_name
+from hypha_proto.dataset_listing import ListedDataset
 from hypha_proto.errors import InvalidIdError
 from hypha_proto.ids import PeerId, printable_name
 from hypha_proto.job_logs import LIST_LOGS, MAX_TEXT, READ_LOG, ListLogs, ReadLog
@@ -27,7 +29,6 @@ from hypha_proto.resources import Resources
 from hypha_proto.texts import shorten
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
 from hypha_scheduler.allocation.shortage_report import candidates
-from hypha_scheduler.submission.nearest_datasets import list_known
 
 _TIMEOUT: Final = 4.0
 """Seconds for a worker's answer, for finding workers, and for the lists of gateways."""
@@ -91,12 +92,12 @@ class NodeDirectory:
         found: dict[PeerId, WorkerEntry] = {}
         datasets: dict[str, Any] = {}
 
-        async def list_datasets() -> None:
+        async def ask_gateways() -> None:
             datasets.update(await list_known(self.endpoint, _TIMEOUT) or {})
 
         questions = anyio.CapacityLimiter(_QUESTIONS)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(list_datasets)
+            tasks.start_soon(ask_gateways)
             for peer in {*self._seen, *candidates(self.endpoint), *await self._find_peers()}:
                 tasks.start_soon(self._ask, peer, questions, found)
         workers = sorted(found.values(), key=lambda entry: (entry.name or "", entry.peer))
@@ -154,3 +155,22 @@ def _fill(entry: WorkerEntry, status: WorkerStatus) -> None:
     entry.total, entry.free, entry.price, entry.tasks = status.total, status.free, status.price, status.tasks
     entry.executors = tuple(f"{executor} ({executor.runtime})" for executor in status.executors)
     entry.reasons = tuple(shorten(rejection.text, _MAX_TEXT) for rejection in status.rejections)
+
+
+async def list_known(endpoint: Endpoint, timeout: float) -> Mapping[str, ListedDataset] | None:
+    """Return by name the datasets that the connected gateways list within `timeout` seconds; None if none lists any."""
+    found: dict[str, ListedDataset] = {}
+    answered = False
+
+    async def ask(gateway: PeerId) -> None:
+        nonlocal answered
+        try:
+            found.update({each.name: each for each in await list_datasets(endpoint, gateway, timeout=timeout)})
+            answered = True
+        except NetError:  # it may not answer: the datasets of the others are returned
+            return
+
+    async with anyio.create_task_group() as tasks:
+        for gateway in {peer for peer in endpoint.gateways().values() if peer is not None}:
+            tasks.start_soon(ask, gateway)
+    return found if answered else None

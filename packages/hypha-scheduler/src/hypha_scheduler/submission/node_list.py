@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Final
 
@@ -10,7 +11,6 @@ from hypha_proto.ids import describe_peer
 from hypha_proto.resources import RESOURCE_UNITS
 from hypha_scheduler.submission.job_view import readable_seconds
 from hypha_scheduler.submission.log_client import escape_controls, is_meant
-from hypha_scheduler.submission.nearest_datasets import nearest
 
 _RECENT: Final = 2.0
 """Seconds for which a worker counts as seen now."""
@@ -36,6 +36,12 @@ def nearest_name(nodes: Nodes, name: str) -> str:
     """Return the end of the error about a name that nothing has: the nearest one."""
     known = {str(each.get("name") or _shown(each)) for each in (*nodes["workers"], *nodes["datasets"])}
     return f"; the nearest is {nearest(name, known, 1)[0]!r}" if known else "; none are known"
+
+
+def nearest(wanted: str, names: Collection[str], count: int) -> list[str]:
+    """Return `count` of `names` at most, those that are most similar to `wanted` first."""
+    folded = {name.casefold(): name for name in sorted(names)}
+    return [folded[name] for name in get_close_matches(wanted.casefold(), folded, count, cutoff=0.0)]
 
 
 def render_nodes(nodes: Nodes, now: float) -> str:
