@@ -6,10 +6,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 
@@ -24,6 +25,20 @@ MIN_SETTLED = 64 * MIB
 """Size of the smallest files whose rate depends on it."""
 TOPIC = "benchmark"
 """Topic that the gossip benchmark uses."""
+T = TypeVar("T")
+
+
+def between(reference: Callable[[], float], measure: Callable[[], T], repeat: int) -> list[tuple[float, T]]:
+    """Measure between two runs of the reference each; return the mean of these two with what was measured.
+
+    The speed of a virtual machine drifts by several percent within the seconds of a measurement.
+    """
+    found, before = [], reference()
+    for _ in range(repeat):
+        ours, after = measure(), reference()
+        found.append(((before + after) / 2, ours))
+        before = after
+    return found
 
 
 @dataclass(frozen=True)

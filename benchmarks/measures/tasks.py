@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any, Final
 
 from benchmarks.job_network import JobNetwork, job_network
-from benchmarks.run import BenchmarkRun
+from benchmarks.run import BenchmarkRun, between
 from benchmarks.tables import Row
 
 CHAIN: Final = 10
@@ -37,14 +38,12 @@ def measure(run: BenchmarkRun) -> list[Row]:
 
 
 def _compare(run: BenchmarkRun, count: int, what: str, disabled: Sequence[str], limit: str) -> Row:
-    ours, plain = [], []
     with job_network(_worker(disabled)) as network:
         _run_job(network, CHAIN)
-        for _ in range(run.repeat):
-            plain.append(_start_plainly(count))
-            ours.append(_run_job(network, count))
-    ratio = sorted(one / other for one, other in zip(ours, plain, strict=True))[len(ours) // 2]
-    return Row(what, "s", sorted(ours)[len(ours) // 2], sorted(plain)[len(plain) // 2], "plain starts", ratio, limit)
+        found = between(lambda: _start_plainly(count), lambda: _run_job(network, count), run.repeat)
+    plain, ours = map(median, zip(*found, strict=True))
+    ratio = median(one / other for other, one in found)
+    return Row(what, "s", ours, plain, "plain starts", ratio, limit)
 
 
 def _start_plainly(count: int) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.job_network import JOB_TIMEOUT, JobNetwork, job_network
-from benchmarks.run import BenchmarkRun
+from benchmarks.run import BenchmarkRun, between
 from benchmarks.tables import Row
 from hypha.accelerate_executor.environment import DELAY_VARIABLE
 from hypha_local.demo_tasks import DIGITS, TEXT, DemoTask
@@ -183,7 +183,7 @@ class _Bench:
 
     def pairs(self, task: DemoTask, rounds: int, repeat: int) -> list[tuple[float, tuple[float, float]]]:
         """Return the rates of two plain processes and of two workers, measured in turns."""
-        return [(self.plain_rate(task), self.rates(task, rounds)) for _ in range(repeat)]
+        return between(lambda: self.plain_rate(task), lambda: self.rates(task, rounds), repeat)
 
     def rates(self, task: DemoTask, rounds: int) -> tuple[float, float]:
         """Return samples/s of two workers between synchronisations, summed, and with rounds included."""

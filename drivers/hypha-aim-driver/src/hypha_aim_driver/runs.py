@@ -73,7 +73,7 @@ class JobRuns:
     def _close_run(self, key: str) -> None:
         if key in self._open:
             self._open[key].close()
-            del self._open[key]
+            del self._open[key], self._used_at[key]
 
     def on_idle(self) -> None:
         """Close the runs of jobs without recent metrics."""
