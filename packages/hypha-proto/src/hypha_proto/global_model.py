@@ -160,7 +160,7 @@ class GlobalModel:
     ) -> RoundState:
         names = sorted(change.tensors)
         infos = {name: _wide(sources[name].tensors[name]) for name in names}
-        before, after, momentum = WeightsDigest(), WeightsDigest(), WeightsDigest()
+        before, after, momentum = WeightsDigest(), WeightsDigest(), None
         with TensorFileWriter(folder / WEIGHTS, infos, metadata) as writer:
             for name in names:
                 info = sources[name].tensors[name]
@@ -172,15 +172,17 @@ class GlobalModel:
                     writer.write_stored(name, new)
         if self.optimizer.momentum != 0.0:
             kept = {name: TensorInfo("F32", change.tensors[name].shape) for name in sorted(trained)}
+            moments = WeightsDigest()
             with TensorFileWriter(folder / MOMENTUM, kept, metadata) as writer:
                 for name, info in kept.items():
-                    momentum.begin(name, info.shape)
+                    moments.begin(name, info.shape)
                     for moved, added in _zip_blocks(moving, change, name):
                         values = derive_momentum(added, moved, self.optimizer)
-                        momentum.update(values)
+                        moments.update(values)
                         writer.write_stored(name, values)
-        number, kept_digest = int(metadata[_ROUND]), momentum.digest() if self.optimizer.momentum != 0.0 else None
-        return RoundState(number, before.digest(), after.digest(), kept_digest, digest_file(change.path))
+            momentum = moments.digest()
+        number = int(metadata[_ROUND])
+        return RoundState(number, before.digest(), after.digest(), momentum, digest_file(change.path))
 
     def write_model(self, round_number: int, target: Path) -> None:
         """Write the model files after a round, named and in the dtypes of the start model's, to a directory.
