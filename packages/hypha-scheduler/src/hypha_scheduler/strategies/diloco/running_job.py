@@ -204,15 +204,13 @@ class JobBuilder:
         """Return the state of a job with new workers, after the last recorded round, in a new term."""
         trains = sorted((lease for lease in leases if lease.role == TRAIN), key=lambda lease: lease.peer)
         [server] = [lease for lease in leases if lease.role == AGGREGATE]
-        slots = self._slots()
-        for lease in trains:
-            known = self.restored.members.get(lease.peer)
-            slots.add(lease.peer) if known is None else slots.restore(lease.peer, known)
         peers = [lease.peer for lease in trains]
         term = self.restored.term + 1
-        running = self._build(server.peer, server_task(server, term), peers, peers, slots, term, now)
+        running = self._build(server.peer, server_task(server, term), peers, peers, term, now)
         running.add_server(server)
         for lease in trains:
+            if (known := self.restored.members.get(lease.peer)) is not None:
+                running.slots.restore(lease.peer, known)
             running.add_worker(lease)
         running.barrier = StartBarrier(len(trains), now)
         return running
@@ -227,16 +225,14 @@ class JobBuilder:
         trains = [ref for ref in refs if ref.lease.role == TRAIN and ref.lease.peer in restored.workers]
         if restored.server is None or not trains:
             return None
-        slots = self._slots()
-        for ref in trains:
-            slots.restore(ref.lease.peer, restored.members[ref.lease.peer])
         peers = [ref.lease.peer for ref in trains]
         training = [peer for peer in peers if peer not in restored.starting]
         server = servers[0] if servers else None
-        running = self._build(restored.server, server, (), training, slots, restored.term, now)
+        running = self._build(restored.server, server, (), training, restored.term, now)
         running.tasks.update(dict.fromkeys((*servers[:1], *trains), TaskState.RUNNING))
         running.server, running.has_server = server, True
         for ref in trains:
+            running.slots.restore(ref.lease.peer, restored.members[ref.lease.peer])
             running.note_worker(ref.lease.peer, ref.lease.id)
             running.server_terms[ref.lease.peer] = 0 if restored.continues else restored.term
         for peer in set(peers) - set(training):
@@ -244,16 +240,12 @@ class JobBuilder:
         self._restore_round(running, peers, now)
         return running
 
-    def _slots(self) -> Slots:
-        return Slots(self.job.resources.num_workers, self.restored.next_member)
-
     def _build(
         self,
         server: PeerId,
         task: TaskRef | None,
         workers: Sequence[PeerId],
         members: Sequence[PeerId],
-        slots: Slots,
         term: int,
         now: float,
     ) -> RunningJob:
@@ -264,7 +256,6 @@ class JobBuilder:
             task: its task; None if that does not run any more.
             workers: all workers.
             members: those of them that the open round expects.
-            slots: slots of the workers.
             term: term of the parameter server.
             now: the time.
         """
@@ -280,7 +271,12 @@ class JobBuilder:
             loss=restored.loss,
             committed=restored.closed,
         )
-        placed = self._placed_job(server, slots, settings.batch_size, term)
+        data, slots = self.data, Slots(self.job.resources.num_workers, restored.next_member)
+        placed = PlacedJob(
+            self.context.job_id, self.job, self.context.scheduler, server, (), data.model, data.preprocessor,
+            {} if data.evaluation is None else evaluation_shares(slots.shares, data.evaluation), restored.closed, term,
+            data.result.momentum_file() is not None, settings.batch_size, scheduled_for=slots.shares,
+        )  # fmt: skip
         return RunningJob(
             training,
             placed,
@@ -295,16 +291,6 @@ class JobBuilder:
     ) -> ServerCommands:
         """Return the commands to a parameter server, which knows these workers."""
         return ServerCommands(server, term, training.contributions, frozenset(workers), self.job.rounds.timeout)
-
-    def _placed_job(self, server: PeerId, slots: Slots, batch_size: int, term: int) -> PlacedJob:
-        data, shares = self.data, dict[int, Reference]()
-        if (found := data.evaluation) is not None:
-            shares = evaluation_shares(slots.shares, found)
-        return PlacedJob(
-            self.context.job_id, self.job, self.context.scheduler, server, (), data.model, data.preprocessor,
-            shares, self.restored.closed, term, data.result.momentum_file() is not None, batch_size,
-            scheduled_for=slots.shares,
-        )  # fmt: skip
 
     def _restore_round(self, running: RunningJob, peers: Sequence[PeerId], now: float) -> None:
         """Restore the workers' updates in the open round, and whether its members were announced."""

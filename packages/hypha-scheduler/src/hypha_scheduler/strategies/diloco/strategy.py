@@ -29,6 +29,8 @@ from hypha_scheduler.strategies.diloco.running_job import JobBuilder, TrainingDa
 from hypha_scheduler.strategies.diloco.specs import outer_optimizer
 from hypha_scheduler.strategies.replayable import ReplayOptions
 
+_NO_TASK: Final = "this scheduler runs no such task"
+
 
 class DilocoStrategy:
     """Implements `strategies.base.Strategy`."""
@@ -36,17 +38,10 @@ class DilocoStrategy:
     job_table = DilocoJobConfig
     rpc_methods: Sequence[StrategyMethod] = (
         StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown()),
-        StrategyMethod(
-            STATE_CONTRIBUTION,
-            unknown_job=ContributionKnown(accepted=False, reason="this scheduler runs no such task"),
-        ),
-        StrategyMethod(
-            REPORT_BATCHES, unknown_job=BatchesCounted(counted=0, reason="this scheduler runs no such task")
-        ),
+        StrategyMethod(STATE_CONTRIBUTION, unknown_job=ContributionKnown(accepted=False, reason=_NO_TASK)),
+        StrategyMethod(REPORT_BATCHES, unknown_job=BatchesCounted(counted=0, reason=_NO_TASK)),
         StrategyMethod(AWAIT_COMMIT, unknown_job=CommitStatus(committed=False)),
-        StrategyMethod(
-            JOIN_ROUND, unknown_job=RoundToJoin(reason="this scheduler runs no such task"), pending=RoundToJoin()
-        ),
+        StrategyMethod(JOIN_ROUND, unknown_job=RoundToJoin(reason=_NO_TASK), pending=RoundToJoin()),
     )
 
     @asynccontextmanager
