@@ -421,11 +421,7 @@ def find_directory(wanted: str, runs: Path) -> Path:
         found = find_jobs(runs, {}, wanted)
     if len(found) == 1:
         return Path(found[0].directory)
+    from msgspec import to_builtins
+
     text = f"{len(found) or 'no'} jobs in {runs} have a name or an id that begins with {wanted!r}"
-    raise _NoSuchJobError("\n".join([text, *(f"  {_line(_plain(entry))}" for entry in found)]))
-
-
-def _plain(entry: Any) -> dict[str, Any]:
-    import msgspec
-
-    return dict(msgspec.to_builtins(entry))
+    raise _NoSuchJobError("\n".join([text, *(f"  {_line(to_builtins(entry))}" for entry in found)]))

@@ -115,10 +115,11 @@ class CsvFile:
         quotes = b'"' in text or text.count(b"\r") != text.count(b"\r\n")
         if self._arrow is None or self._encoding != "utf-8" or not self._delimiter.isascii() or quotes:
             return None
-        if len(text) > MAX_TEXT or not _is_utf8(text):
+        if len(text) > MAX_TEXT:
             return None
         parser = self._arrow.csv
         try:
+            text.decode()  # raises ValueError if it is no UTF-8
             table = parser.read_csv(
                 self._arrow.BufferReader(text),
                 parser.ReadOptions(use_threads=False, block_size=len(text) + 1, column_names=self._names),
@@ -181,11 +182,3 @@ class CsvFile:
 
 def _count_lines(text: bytes) -> int:
     return text.count(b"\n") + (not text.endswith(b"\n"))
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

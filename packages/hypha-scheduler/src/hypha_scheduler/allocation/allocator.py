@@ -164,7 +164,7 @@ class Allocator:
             await self._search(watching)
             watching.cancel_scope.cancel()
         self.close()
-        if not self._has_minimum():
+        if self.short_roles:
             raise AllocationError(await self.shortage.explain(self.timeout))
         self.seconds = self.elapsed
         return self.auction.held
@@ -212,7 +212,7 @@ class Allocator:
         """Let the job start once the minimum has been held for `settle` seconds."""
         if self.settle is None or self._is_settled:
             return
-        if not self._has_minimum():
+        if self.short_roles:
             self._settled_at = None
         elif self._settled_at is None:
             self._settled_at = now + self.settle
@@ -234,9 +234,6 @@ class Allocator:
     def _is_pausing(self) -> bool:
         return self._is_over or self._attempts.resume_at is not None
 
-    def _has_minimum(self) -> bool:
-        return not self.short_roles
-
     @property
     def short_roles(self) -> tuple[str, ...]:
         """Roles with less than their minimum of leases."""
@@ -246,7 +243,7 @@ class Allocator:
     def _is_stalled(self, now: float) -> bool:
         """Return whether the set of leases is too small for the job and does not grow any more."""
         at = self._attempts.give_up_at
-        if at is None or now < at or self._has_minimum():
+        if at is None or now < at or not self.short_roles:
             return False
         return self.auction.decide_at(now) is None and self.auction.next_late_at() is None
 

@@ -61,6 +61,16 @@ def all_candidates(endpoint: Endpoint) -> list[PeerId] | None:
     return found if len(found) == len(endpoint.topic_peers(WORKER_REQUESTS.name)) else None
 
 
+async def find_candidates(endpoint: Endpoint, timeout: float) -> list[PeerId]:
+    """Return the peers that may make offers, then others: workers without an offer are often not connected."""
+    found: list[PeerId] = []
+    try:
+        found = await endpoint.find_peers(timeout=timeout)
+    except NetError as error:  # no gateway answers: those that are known are asked all the same
+        _log.debug("cannot look up further workers to ask: %s", error)
+    return list(dict.fromkeys((*sorted(candidates(endpoint)), *found)))
+
+
 @dataclass(slots=True)
 class ShortageReport:
     """Why roles of one search lack workers."""
@@ -167,20 +177,11 @@ class ShortageReport:
         open_roles = {request.role for request in self.auction.open_requests}
         requests = {role: request for role, request in self.allocator.requests.items() if role in open_roles}
         async with anyio.create_task_group() as tasks:
-            for peer in await self._find_peers() if requests else ():
+            peers = await find_candidates(self.endpoint, _TIMEOUT) if requests else ()
+            for peer in peers[:_MAX_PEERS_ASKED]:
                 for role, request in requests.items():
                     tasks.start_soon(self._ask_peer, peer, role, request, answers)
         return answers | self.auction.rejections
-
-    async def _find_peers(self) -> list[PeerId]:
-        """Return whom to ask: workers without an offer often have no connection to this node."""
-        found: list[PeerId] = []
-        try:
-            found = await self.endpoint.find_peers(timeout=_TIMEOUT)
-        except NetError as error:
-            _log.debug("cannot look up further workers to ask why they made no offer: %s", error)
-        connected = sorted(candidates(self.endpoint))
-        return list(dict.fromkeys((*connected, *found)))[:_MAX_PEERS_ASKED]
 
     async def _ask_peer(
         self, peer: PeerId, role: str, request: WorkerRequest, answers: dict[tuple[PeerId, str], tuple[Rejection, ...]]

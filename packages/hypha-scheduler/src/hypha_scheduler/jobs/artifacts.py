@@ -6,10 +6,8 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -244,19 +242,8 @@ async def add_update(model: Path, update: Path) -> None:
     """
     from hypha_proto.update_file import apply_update_to_dir  # imported late: numpy takes 0.1 s
 
-    with translate_update_errors(model, update):
-        await anyio.to_thread.run_sync(partial(apply_update_to_dir, model, update))
-
-
-@contextmanager
-def translate_update_errors(model: Path, update: Path) -> Iterator[None]:
-    """Translate errors while an update file is added to the model in a directory.
-
-    Raises:
-        JobFailedError: the update does not match the model, or a file cannot be used.
-    """
     try:
-        yield
+        await anyio.to_thread.run_sync(apply_update_to_dir, model, update)
     except OSError as error:
         if error.filename is None:
             error = OSError(error.errno, error.strerror, str(model))

@@ -28,7 +28,7 @@ from hypha_proto.job_logs import LIST_LOGS, MAX_TEXT, READ_LOG, ListLogs, ReadLo
 from hypha_proto.resources import Resources
 from hypha_proto.texts import shorten
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, WorkerStatus
-from hypha_scheduler.allocation.shortage_report import candidates
+from hypha_scheduler.allocation.shortage_report import find_candidates
 
 _TIMEOUT: Final = 4.0
 """Seconds for a worker's answer, for finding workers, and for the lists of gateways."""
@@ -98,19 +98,13 @@ class NodeDirectory:
         questions = anyio.CapacityLimiter(_QUESTIONS)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask_gateways)
-            for peer in {*self._seen, *candidates(self.endpoint), *await self._find_peers()}:
+            for peer in {*self._seen, *await find_candidates(self.endpoint, _TIMEOUT)}:
                 tasks.start_soon(self._ask, peer, questions, found)
         workers = sorted(found.values(), key=lambda entry: (entry.name or "", entry.peer))
         return {
             "workers": msgspec.to_builtins(workers),
             "datasets": [msgspec.to_builtins(datasets[name]) for name in sorted(datasets)],
         }
-
-    async def _find_peers(self) -> list[PeerId]:
-        try:
-            return await self.endpoint.find_peers(timeout=_TIMEOUT)
-        except NetError:  # no gateway answers: those that are known are asked all the same
-            return []
 
     async def _ask(self, peer: PeerId, questions: anyio.CapacityLimiter, found: dict[PeerId, WorkerEntry]) -> None:
         entry = WorkerEntry(str(peer))
