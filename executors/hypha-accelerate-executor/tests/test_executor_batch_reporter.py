@@ -230,6 +230,18 @@ def test_an_end_that_is_moved_is_not_settled(scene: Scene, clock: list[float]) -
     assert scene.reporter.confirm_end(counted=False) == ScheduleUpdate(counter=1)
 
 
+def test_an_answer_that_took_long_settles_nothing_early(scene: Scene, clock: list[float]) -> None:
+    scene.reporter.begin(1)
+    clock[0] += 0.1
+    scene.answer(1, last=400)
+    scene.train(2)
+    assert [scene.bridge.next(), scene.bridge.next()] == [(1, 0, 1), (1, 1, 1)]
+    clock[0] += 30.0
+    scene.train(300)
+    scene.answer(2, last=400)
+    assert scene.bridge.requests.get(timeout=WAIT).settles is None, "98 batches of 0.1 s are left"
+
+
 def settle(scene: Scene, clock: list[float]) -> TrainedBatches:
     """Train three of four batches of 0.1 s, whose reports take as long; return the request that is under way then."""
     scene.reporter.begin(1)

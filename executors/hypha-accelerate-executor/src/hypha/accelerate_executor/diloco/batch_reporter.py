@@ -31,6 +31,8 @@ _SHORTEST: Final = 0.1
 """Seconds of a pause near that end, at least; the report of the last batch waits for none."""
 _AHEAD_OF_ANSWER: Final = 1.5
 """How long before the end of a round it is settled, as a multiple of the time that answers have taken."""
+_LONGEST_AHEAD: Final = 1.0
+"""The same in seconds, at most: the scheduler cannot correct a forecast that is settled."""
 _LATENCY_DECAY: Final = 0.9
 """Part of the longest time of an answer that still counts at the next one."""
 AHEAD: Final = 8
@@ -270,7 +272,7 @@ class BatchReporter:
         if self._last is None or self._settled == self._last:
             return None
         ends_at = self._trained_at + self._batches_left * self._seconds_per_batch
-        return ends_at - _AHEAD_OF_ANSWER * self._latency
+        return ends_at - min(_LONGEST_AHEAD, _AHEAD_OF_ANSWER * self._latency)
 
     @property
     def _batches_left(self) -> int:
