@@ -21,16 +21,6 @@ MAX_REFUSALS: Final = 3
 """Number of refused updates with which a worker is excluded from the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Effect: report that an update of a worker was refused, `count` times so far."""
-
-    peer: PeerId
-    round: int
-    reason: str
-    count: int
-
-
 @dataclass(slots=True)
 class Contributions:
     """Updates of the rounds that are not committed, and refusals."""
@@ -59,11 +49,10 @@ class Contributions:
         """Return whether another statement of a worker in a round is refused without looking at it."""
         return (number, peer) in self.refused or self.refusals[peer] >= MAX_REFUSALS
 
-    def refuse(self, peer: PeerId, number: int) -> int:
-        """Count a refused update; return how many of the worker were refused."""
+    def refuse(self, peer: PeerId, number: int) -> None:
+        """Count a refused update."""
         self.refused.add((number, peer))
         self.refusals[peer] += 1
-        return self.refusals[peer]
 
     def discard(self, peer: PeerId, number: int, why: str) -> None:
         """Note that the update of a worker, if there is one, does not count."""

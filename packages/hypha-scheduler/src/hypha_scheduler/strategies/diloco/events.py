@@ -7,7 +7,7 @@ from typing import Final
 from hypha_net import instrumentation
 from hypha_proto.ids import PeerId
 from hypha_scheduler.strategies.base import Effects, EmitEvent, PostMetric
-from hypha_scheduler.strategies.diloco.contributions import Refused
+from hypha_scheduler.strategies.diloco.records import RefusedRecord
 from hypha_scheduler.strategies.diloco.round_effects import Measured, RoundClosed
 
 WEIGHTS_FETCHED: Final = "weights_fetched"
@@ -73,10 +73,10 @@ def continued_event(seconds: float, reason: str) -> EmitEvent:
     return member_event("continued", reason, seconds=round(seconds, 3))
 
 
-def refused_event(refused: Refused) -> EmitEvent:
-    """Report an update that does not count."""
+def refused_event(refused: RefusedRecord, count: int) -> EmitEvent:
+    """Report an update that does not count; of the worker `count` were refused by now."""
     _REFUSED.add(1)
-    fields = {"round": refused.round, "worker": str(refused.peer), "reason": refused.reason, "count": refused.count}
+    fields = {"round": refused.round, "worker": str(refused.worker), "reason": refused.reason, "count": count}
     return EmitEvent("update_refused", fields)
 
 

@@ -49,7 +49,7 @@ from hypha_scheduler.strategies.base import (
 from hypha_scheduler.strategies.diloco import membership
 from hypha_scheduler.strategies.diloco.commit import PAUSED, RoundCommits
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS, Refused
+from hypha_scheduler.strategies.diloco.contributions import MAX_REFUSALS
 from hypha_scheduler.strategies.diloco.events import (
     continued_event,
     measured_effects,
@@ -328,17 +328,14 @@ class DilocoOperator(Operator):
 
     # --------------------------------------------------------------------------------------------------- data, reports
 
-    def next_slice(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
-        """Assign the next slice to a member; the first ones wait until all workers are there."""
-        return self._assign(task, dataset, now)
-
     def slice_ahead(self, task: TaskRef, dataset: str, now: float) -> SliceToUse | RetryAfter | None:
         """Assign the next slice to a member that joins a round later."""
-        return self._assign(task, dataset, now, ahead=True)
+        return self.next_slice(task, dataset, now, ahead=True)
 
-    def _assign(
+    def next_slice(
         self, task: TaskRef, dataset: str, now: float, *, ahead: bool = False
     ) -> SliceToUse | RetryAfter | None:
+        """Assign the next slice to a member; the first ones wait until all workers are there, but for those `ahead`."""
         running = self._running
         if running is None or dataset != self._data.dataset.name or task.lease.role != TRAIN:
             return None
@@ -601,10 +598,8 @@ class DilocoOperator(Operator):
                 return self._translate(self._handover.replace(reason, self._now))
             case ContributedRecord():  # without terms, a worker may be ahead of the records
                 return (write_record(effect),) if effect.round == self._commits.last + 1 else ()
-            case Refused(peer, number):
-                dropped = self._running.training.rounds.is_dropped(peer, number)
-                record = RefusedRecord(worker=peer, round=number, reason=effect.reason, dropped=dropped)
-                return (write_record(record), refused_event(effect), *self._exclude_if_due(self._running, effect))
+            case RefusedRecord():
+                return self._update_was_refused(self._running, effect)
             case AnnounceRound(number, members):
                 self._running.gone_members.get(number, set()).difference_update(peer for peer, _ in members)
                 announced = AnnouncedRecord(round=number, term=self._running.term, members=members)
@@ -613,12 +608,14 @@ class DilocoOperator(Operator):
             case _:
                 return (effect,)
 
-    def _exclude_if_due(self, running: RunningJob, refused: Refused) -> Effects:
-        """Go on without a worker of which too many updates were refused."""
-        if refused.count < MAX_REFUSALS or refused.peer not in running.workers:
-            return ()
-        why = f"{refused.count} of its updates were refused, the last because {refused.reason}"
-        return self._translate(self._membership.release(refused.peer, why, self._now, exclude=True))
+    def _update_was_refused(self, running: RunningJob, refused: RefusedRecord) -> Effects:
+        """Record a refusal; go on without a worker of which too many updates were refused."""
+        peer, count = refused.worker, running.training.contributions.refusals[refused.worker]
+        known = (write_record(refused), refused_event(refused, count))
+        if count < MAX_REFUSALS or peer not in running.workers:
+            return known
+        why = f"{count} of its updates were refused, the last because {refused.reason}"
+        return (*known, *self._translate(self._membership.release(peer, why, self._now, exclude=True)))
 
     def _note_evaluation(self, measured: Measured) -> None:
         """Let what a worker has evaluated decide on the best checkpoint."""

@@ -36,9 +36,9 @@ from hypha_proto.training_reports import (
 from hypha_scheduler.strategies.base import SliceRefusedError
 from hypha_scheduler.strategies.diloco import round_effects
 from hypha_scheduler.strategies.diloco.batch_allocation import MeasuredBatch
-from hypha_scheduler.strategies.diloco.contributions import Contributions, Refused, find_fault, spans_of
+from hypha_scheduler.strategies.diloco.contributions import Contributions, find_fault, spans_of
 from hypha_scheduler.strategies.diloco.events import WEIGHTS_FETCHED
-from hypha_scheduler.strategies.diloco.records import ContributedRecord, UnusedRecord
+from hypha_scheduler.strategies.diloco.records import ContributedRecord, RefusedRecord, UnusedRecord
 from hypha_scheduler.strategies.diloco.round_effects import Left, Measured
 from hypha_scheduler.strategies.diloco.rounds import Rounds
 from hypha_scheduler.strategies.diloco.sample_ledger import SampleLedger, SampleSpan
@@ -51,7 +51,7 @@ _OTHER_REPORTS: Final = frozenset({"evaluation_loss", WEIGHTS_FETCHED, MICRO_BAT
 _TRAINED: Final = frozenset({"loss", "samples"})
 """Metrics of the round's training; without labels there is no loss."""
 
-Effect = round_effects.Effect | ContributedRecord | Refused
+Effect = round_effects.Effect | ContributedRecord | RefusedRecord
 """A `ContributedRecord` is to be written before anybody hears of the update."""
 
 
@@ -294,10 +294,9 @@ class TrainingState:
     def _refuse(self, peer: PeerId, message: StateContribution, why: str, now: float) -> tuple[Effect, ...]:
         """Count a refused statement; if it is of the worker's round, that goes on without the worker."""
         number = message.round
-        count = self.contributions.refuse(peer, number)
-        refused = Refused(peer, number, why, count)
+        self.contributions.refuse(peer, number)
         if number != self.rounds.round_of(peer) or self.contributions.get(peer, number) is not None:
-            return (refused,)
+            return (self._refused(peer, number, why),)
         spans = spans_of(message.contribution)
         if spans is not None and self.slices.check(peer, spans) is not None:
             spans = None
@@ -305,7 +304,11 @@ class TrainingState:
         self.slices.withdraw(peer, number)
         unused = UnusedRecord(peer=peer, why=why, ranges=taken, contribution=message.contribution)
         self.contributions.unused.append(unused)
-        return (refused, *self.rounds.update_refused(number, peer, why, now))
+        effects = self.rounds.update_refused(number, peer, why, now)
+        return (self._refused(peer, number, why), *effects)
+
+    def _refused(self, peer: PeerId, number: int, why: str) -> RefusedRecord:
+        return RefusedRecord(worker=peer, round=number, reason=why, dropped=self.rounds.is_dropped(peer, number))
 
     def _withdraw(self, peer: PeerId, number: int, why: str) -> None:
         self.slices.withdraw(peer, number)
@@ -394,11 +397,13 @@ class TrainingState:
     def update_refused(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update the parameter server refused."""
         counted = peer in self.rounds.members and (number, peer) not in self.contributions.refused
-        refused = (Refused(peer, number, reason, self.contributions.refuse(peer, number)),) if counted else ()
-        if self._is_former(peer, number, reason):
-            return refused
-        self._withdraw(peer, number, reason)
-        return (*refused, *self.rounds.update_refused(number, peer, reason, now))
+        if counted:
+            self.contributions.refuse(peer, number)
+        effects: tuple[Effect, ...] = ()
+        if not self._is_former(peer, number, reason):
+            self._withdraw(peer, number, reason)
+            effects = self.rounds.update_refused(number, peer, reason, now)
+        return (self._refused(peer, number, reason), *effects) if counted else effects
 
     def update_missing(self, number: int, peer: PeerId, reason: str, now: float) -> tuple[Effect, ...]:
         """Continue a round without a member whose update did not reach the parameter server in time."""
