@@ -8,6 +8,7 @@ at any of them. Operators record how attempts end, and pass the avoided peers on
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -119,6 +120,14 @@ class Avoidance:
     def is_proven(self, role: str, peer: PeerId) -> bool:
         """Return whether an attempt has succeeded at a peer."""
         return (role, peer) in self._proven
+
+    def may_be_at_fault(self, role: str, failed_at: Iterable[PeerId], others: Iterable[PeerId]) -> bool:
+        """Return whether failures of one work may be those of the peers at which it failed.
+
+        They may if no attempt has ever succeeded at these, and one has at another that is held: that one gets it, then.
+        """
+        proven = {peer for other, peer in self._proven if other == role}
+        return proven.isdisjoint(failed_at) and not proven.isdisjoint(others)
 
     def failed(self, role: str) -> frozenset[PeerId]:
         """Return the peers at which attempts have failed since the last success there."""

@@ -66,7 +66,8 @@ class SliceRetries:
     def count_slice_failure(self, index: int, reason: str) -> str | None:
         """Count a failure at a slice; return why the job fails."""
         self.failures[index] += 1
-        if self.failures[index] < MAX_FAILURES or self._may_be_workers(index):
+        others = [worker.lease.peer for worker in self.workers if worker.works]
+        if self.failures[index] < MAX_FAILURES or self.avoidance.may_be_at_fault(ROLE, self.failed_at[index], others):
             return None
         what = f"{self.dataset.describe(index)} of dataset {self.dataset.name!r}"
         return f"{what} failed {MAX_FAILURES} times; the last: {reason}"
@@ -111,15 +112,6 @@ class SliceRetries:
 
     def _is_other(self, index: int) -> bool:
         return any(worker.works and not self._avoids(worker.lease.peer, index) for worker in self.workers)
-
-    def _may_be_workers(self, index: int) -> bool:
-        """Return whether failures at a slice may be those of workers: none has committed a part, and another has.
-
-        That one gets it, then.
-        """
-        if any(self.avoidance.is_proven(ROLE, peer) for peer in self.failed_at[index]):
-            return False
-        return any(worker.works and self.avoidance.is_proven(ROLE, worker.lease.peer) for worker in self.workers)
 
     def _avoids(self, peer: PeerId, index: int) -> bool:
         if peer in self.failed_at.get(index, ()):

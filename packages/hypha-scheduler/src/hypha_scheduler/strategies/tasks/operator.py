@@ -407,9 +407,9 @@ class TasksOperator(base.Operator):
         instance = run.instance
         self._records.append(records.failed(instance.name, reason))
         self._avoid_worker(run, reason, now)
-        role = instance.task.role.name  # without a worker that has finished anything, it gets one more attempt at one
-        is_proven = any(self.avoidance.is_proven(role, peer) for peer in instance.failed_at)
-        may_be_workers = not is_proven and self.placement.holds_proven(role)
+        role, held = instance.task.role.name, self.placement.held_peers(instance.task.role.name)
+        usable = (peer for peer in held if not self.avoidance.is_excluded(role, peer, self.placement.now))
+        may_be_workers = self.avoidance.may_be_at_fault(role, instance.failed_at, usable)
         failure = retries.count_failure(instance, reason, end.last_lines, may_be_workers=may_be_workers)
         self._fail_or_tell(run, failure, f"failed: {reason}")
         self.instances.run_again(instance)

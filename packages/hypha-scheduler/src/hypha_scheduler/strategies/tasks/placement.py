@@ -145,20 +145,13 @@ class Placement:
 
     def _has_choice(self, instance: Instance) -> bool:
         """Return whether a worker is held, perhaps busy, that an instance does not avoid."""
-        return any(not self._avoids(instance, peer) for peer in self._held_peers(instance.task.role.name))
+        return any(not self._avoids(instance, peer) for peer in self.held_peers(instance.task.role.name))
 
-    def _held_peers(self, role: str) -> Iterator[PeerId]:
+    def held_peers(self, role: str) -> Iterator[PeerId]:
         """Yield the workers that are held, perhaps busy, and neither drain nor are released."""
         for held in self.leases.values():
             if held.lease.role == role and not held.is_draining and not held.is_surplus:
                 yield held.lease.peer
-
-    def holds_proven(self, role: str) -> bool:
-        """Return whether a worker is held, and not excluded, that has finished an instance of a role."""
-        return any(
-            self.avoidance.is_proven(role, peer) and not self.avoidance.is_excluded(role, peer, self.now)
-            for peer in self._held_peers(role)
-        )
 
     def _may_start(self, instance: Instance, peer: PeerId) -> bool:
         if not self._avoids(instance, peer):
@@ -194,7 +187,7 @@ class Placement:
         excluded = self.avoidance.excluded(role.name, self.now)
         wary = self._ready_wary(role.name)
         stuck = {found.name: excluded | found.failed_at for found in wary if not self._has_choice(found)}
-        if excluded and self.instances.ready[role] > len(wary) and excluded.issuperset(self._held_peers(role.name)):
+        if excluded and self.instances.ready[role] > len(wary) and excluded.issuperset(self.held_peers(role.name)):
             stuck[_ANY] = excluded
         return stuck
 
