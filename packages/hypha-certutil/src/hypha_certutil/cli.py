@@ -63,9 +63,7 @@ def root(name: str, folder: Path, days: int, force: bool, form: str) -> None:
     """Make a root CA, by default called "root", and its empty revocation list."""
     key = Ed25519PrivateKey.generate()
     made = authority.make_root(name, key, days=days, now=_now())
-    names = storage.names_in(folder, name)
-    certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
-    _write_authority(names, made, [certificate], force, form)
+    _write_authority(storage.names_in(folder, name), made, force, form)
 
 
 @main.command()
@@ -80,9 +78,7 @@ def org(name: str, root_name: str, folder: Path, days: int, force: bool, form: s
     above = storage.read_authority(folder, root_name)
     key = Ed25519PrivateKey.generate()
     made = authority.make_org(name, key, above, days=days, now=_now())
-    names = storage.names_in(folder, name)
-    certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
-    _write_authority(names, made, [certificate, Output(names.trust, storage.bundle_pem(made.trust))], force, form)
+    _write_authority(storage.names_in(folder, name), made, force, form)
 
 
 @main.command()
@@ -194,9 +190,12 @@ def revoke(certificates: tuple[Path, ...], ca: str, folder: Path, days: int, for
     _show({**result, "crl": names.crl, "crls": collected, "next_update": crl.next_update_utc}, form)
 
 
-def _write_authority(names: storage.Names, made: Authority, outputs: list[Output], force: bool, form: str) -> None:
-    secret = Output(names.key, storage.key_pem(made.key), PRIVATE)
-    storage.write_all([secret, *outputs], force=force)
+def _write_authority(names: storage.Names, made: Authority, force: bool, form: str) -> None:
+    certificate = Output(names.certificate, storage.bundle_pem([made.certificate]))
+    outputs = [Output(names.key, storage.key_pem(made.key), PRIVATE), certificate]
+    if made.above:
+        outputs.append(Output(names.trust, storage.bundle_pem(made.trust)))
+    storage.write_all(outputs, force=force)
     crl = authority.make_crl(made, [], number=1, days=365, now=_now())
     collected = storage.write_crl(names, crl)
     shown = {
@@ -205,8 +204,9 @@ def _write_authority(names: storage.Names, made: Authority, outputs: list[Output
         "key": names.key,
         "crl": names.crl,
         "crls": collected,
+        "not_after": made.certificate.not_valid_after_utc,
     }
-    _show({**shown, "not_after": made.certificate.not_valid_after_utc}, form)
+    _show(shown, form)
 
 
 def _write_node(

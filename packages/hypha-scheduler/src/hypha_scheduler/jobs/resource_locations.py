@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
 from hypha_net.redaction import redact_urls
 from hypha_net.transfer import PullSource
-from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES
+from hypha_proto.datasets import SAFETENSORS, SLICE_SUFFIXES, UnusableSlice
 from hypha_proto.ids import PeerId
 from hypha_proto.task_resources import (
     FailedHolder,
@@ -31,6 +31,8 @@ from hypha_scheduler.datasets.dataset import DatasetView
 from hypha_scheduler.datasets.providers import MAX_PROVIDERS, Providers
 from hypha_scheduler.jobs.artifacts import artifact_dataset
 from hypha_scheduler.strategies.base import Effects, JobContext, not_served
+
+Told = TypeVar("Told", LocateResource, UnusableSlice)
 
 MAX_LOCATED_FILES: Final = 4000
 """Files of a resource that one message can name, each with `MAX_PROVIDERS` peers."""
@@ -84,10 +86,10 @@ class ServedFiles:
         return PullSource(sources[request.index])
 
 
-def with_bounded_failures(request: LocateResource) -> LocateResource:
-    """Return a question with as many failures as there are providers, each with one line of reason."""
-    failures = tuple(replace(each, reason=peer_reason(each.reason)) for each in request.failures[:MAX_PROVIDERS])
-    return replace(request, failures=failures)
+def with_bounded_failures(told: Told) -> Told:
+    """Return a message with as many failures as there are providers, each with one line of reason."""
+    failures = tuple(replace(each, reason=peer_reason(each.reason)) for each in told.failures[:MAX_PROVIDERS])
+    return replace(told, failures=failures)
 
 
 def checked_location(told: tuple[ResourceLocation, Effects]) -> tuple[ResourceLocation, Effects]:

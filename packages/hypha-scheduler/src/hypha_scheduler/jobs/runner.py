@@ -53,7 +53,6 @@ from hypha_proto.texts import quote
 from hypha_proto.training_reports import ReportAnswer, ReportError, ReportTraining
 from hypha_proto.transfer import PullRequest, PushHeader, Refusal
 from hypha_scheduler.allocation.shortage import Shortage
-from hypha_scheduler.datasets.providers import MAX_PROVIDERS
 from hypha_scheduler.errors import (
     AllocationError,
     JobCancelledError,
@@ -760,11 +759,8 @@ class JobRunner:
         self.effects.note("assigned", fields)
 
     def _set_slice_aside(self, task: TaskRef, dataset: str, report: UnusableSlice) -> None:
-        failures = tuple(
-            structs.replace(each, reason=peer_reason(each.reason)) for each in report.failures[:MAX_PROVIDERS]
-        )
-        bounded = structs.replace(report, failures=failures)
-        self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, anyio.current_time())
+        bounded, now = with_bounded_failures(report), anyio.current_time()
+        self._tell(self._running_operator.on_slice_unusable, task, dataset, bounded, now)
 
     def _next_slices(
         self, task: TaskRef, request: DataRequest
