@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from hypha_net.node.config.models import NodeConfig
+from hypha_net.node.config.models import NodeConfig, Section
 from hypha_proto.dataset_listing import MAX_NAME
 
 
-class DatasetConfig(BaseModel):
+class DatasetConfig(Section):
     """One ``[[datasets]]`` table."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1, max_length=MAX_NAME, description="Name under which the dataset is announced.")
     path: Path = Field(description="Folder with the dataset's slices, safetensors or JSONL.")

@@ -236,7 +236,7 @@ class SchedulerService:
         Raises:
             JobFailedError: the job failed.
         """
-        return await self._run(self._add_job(job, job_id or uuid.uuid4()), job)
+        return await self._run(self._add_job(job, job_id or uuid.uuid4()))
 
     async def resume_job(self, job: JobTable, job_id: uuid.UUID) -> Path:
         """Continue an interrupted job from its journal; see `run_job`.
@@ -244,7 +244,7 @@ class SchedulerService:
         Raises:
             JobFailedError: the job failed, or cannot be resumed.
         """
-        return await self._run(self._add_job(job, job_id, resume=True), job)
+        return await self._run(self._add_job(job, job_id, resume=True))
 
     async def run_configured(self, job: JobTable) -> Path:
         """Run a job of the configuration; see `run_job`. Clients can follow and cancel it."""
@@ -272,8 +272,8 @@ class SchedulerService:
             active.runner = run
         return run
 
-    async def _run(self, run: JobRunner, job: JobTable) -> Path:
-        about = {"hypha.job.id": str(run.job_id), **job.span_attributes()}
+    async def _run(self, run: JobRunner) -> Path:
+        about = {"hypha.job.id": str(run.job_id), **run.job.span_attributes()}
         outcome = "failed"
         _ACTIVE.add(1)
         try:
@@ -315,7 +315,7 @@ class SchedulerService:
         active = self.jobs.add(
             ActiveJob(found.job_id, found.job, found.directory, submitted_at=found.submitted_at, runner=runner)
         )
-        return await self.jobs.run(active, partial(self._run, runner, found.job))
+        return await self.jobs.run(active, partial(self._run, runner))
 
     def interrupt_jobs(self) -> None:
         """End the runs of all jobs, for which `JobInterruptedError` is raised; run no further ones."""

@@ -107,8 +107,6 @@ _log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT: Final = 3.0
 """Seconds to release leases when a job ends."""
-_MARK_INTERVAL: Final = 5.0
-"""Seconds between marks that the job is running."""
 _CANCEL_LIMIT: Final = 3.0
 """Seconds for the strategy of a cancelled job to end it."""
 _BUDGET_CHECK: Final = 1.0
@@ -265,7 +263,7 @@ class JobRunner:
         self._end(BY_OWNER)
 
     async def _keep_accounts(self) -> None:
-        """Mark the accounts of the leases as current, and cancel the job before it spends more than its budget."""
+        """Mark accounts and journal as current, and cancel the job before it spends more than its budget."""
         budget, marked = self.job.token_budget, anyio.current_time()
         while True:
             pause = MARK_INTERVAL
@@ -282,7 +280,17 @@ class JobRunner:
             await anyio.sleep(pause)
             if anyio.current_time() - marked >= MARK_INTERVAL:
                 self._accounts.mark()
+                self._mark_alive()
                 marked = anyio.current_time()
+
+    def _mark_alive(self) -> None:
+        """Keep the time of the journal current, by which the next scheduler sees how old the leases are."""
+        if self._operator is None or self.job.orphan_grace_seconds <= 0:
+            return
+        try:
+            self.events.journal.touch()
+        except OSError as error:
+            _log.debug("the time of the journal of job %s stays as it is: %s", self.job_id, error)
 
     @property
     def waits_because(self) -> str | None:
@@ -433,8 +441,6 @@ class JobRunner:
         if not self.is_taken_up:
             self.tasks.start_soon(self.pool.renew)
         self.tasks.start_soon(self._watch_deadlines)
-        if self.job.orphan_grace_seconds > 0:
-            self.tasks.start_soon(self._mark_alive)
         now = anyio.current_time()
         # with its tasks, before it is asked for the leases that it wants
         self._tell(lambda: operator.on_start(now) + (operator.on_tasks_adopted(adopted, now) if adopted else ()))
@@ -468,15 +474,6 @@ class JobRunner:
             self._placement_seconds = 0.0  # nothing was searched for
         _log.info("job %s: %d of %d tasks of its earlier run are continued", self.job_id, len(adopted), len(tasks))
         return adopted
-
-    async def _mark_alive(self) -> None:
-        """Keep the time of the journal current, by which the next scheduler sees how old the leases are."""
-        while True:
-            await anyio.sleep(_MARK_INTERVAL)
-            try:
-                self.events.journal.touch()
-            except OSError as error:
-                _log.debug("the time of the journal of job %s stays as it is: %s", self.job_id, error)
 
     async def _summarize(self, operator: Operator, began: float) -> Mapping[str, object]:
         """Release the leases and return the content of the result."""
