@@ -6,16 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from hypha_data.errors import DatasetError
 from hypha_data.sources.plain_bytes import COMPRESSED, is_compressed
-from hypha_data.sources.reader import import_extra
-from hypha_proto.codec import parse_json
-from hypha_proto.errors import DecodeError
+from hypha_data.sources.reader import import_extra, read_object
 from hypha_proto.texts import quote
 
 SUFFIXES: Final = (".parquet", ".jsonl", ".csv")
+_REMEDY: Final = "save the dataset again"
 _SPLIT_NAMES: Final = re.compile(r"(?:^|[^a-z])(?:train|test|validation|valid|val|dev)(?:[^a-z]|$)")
 
 
@@ -45,7 +44,7 @@ def find_data_files(place: str, split: str) -> DataFiles:
     if not folder.is_dir():
         folder = _download(place)
     if (folder / "dataset_dict.json").is_file():
-        names = _read_object(folder / "dataset_dict.json").get("splits")
+        names = read_object(folder / "dataset_dict.json", _REMEDY).get("splits")
         if not isinstance(names, list) or split not in names:
             raise DatasetError(f"{folder}: has no split {quote(split)}; there are {quote(names)}: name one by --split")
         folder = folder / split
@@ -58,30 +57,20 @@ def find_data_files(place: str, split: str) -> DataFiles:
 
 def _saved_files(folder: Path) -> Sequence[Path]:
     """Return the Arrow files that the state of a saved dataset lists."""
-    listed = _read_object(folder / "state.json").get("_data_files")
+    listed = read_object(folder / "state.json", _REMEDY).get("_data_files")
     names = [each.get("filename") for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise DatasetError(f"{folder / 'state.json'}: lists no data files of its folder; save the dataset again")
+        raise DatasetError(f"{folder / 'state.json'}: lists no data files of its folder; {_REMEDY}")
     return [folder / name for name in names if isinstance(name, str)]
 
 
 def _class_names(path: Path) -> Mapping[str, Sequence[str]]:
-    features = _read_object(path).get("features") if path.is_file() else None
+    features = read_object(path, _REMEDY).get("features") if path.is_file() else None
     found: dict[str, Sequence[str]] = {}
     for name, feature in features.items() if isinstance(features, dict) else ():
         names = feature.get("names") if isinstance(feature, dict) else None
         if isinstance(names, list) and all(isinstance(each, str) for each in names):
             found[name] = names
-    return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = parse_json(path.read_bytes())
-    except (OSError, DecodeError) as error:
-        raise DatasetError(f"{path}: {error}; save the dataset again") from None
-    if not isinstance(found, dict):
-        raise DatasetError(f"{path}: is not a JSON object; save the dataset again")
     return found
 
 

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from hypha_data.digest_cache import Fingerprint
 from hypha_data.errors import DatasetError
+from hypha_proto.codec import parse_json
+from hypha_proto.errors import DecodeError
 from hypha_proto.wire_schema import OMIT, U64, Message
 
 T = TypeVar("T")
@@ -107,6 +109,21 @@ def import_extra(module: str, purpose: str) -> Any:
     except ImportError:
         package = {"PIL": "pillow"}.get(module.partition(".")[0], module.partition(".")[0])
         raise DatasetError(f"{purpose} needs {package}, of the extra formats: {EXTRA}") from None
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        DatasetError: it cannot be read, or is none; the message ends with the remedy.
+    """
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, DecodeError) as error:
+        raise DatasetError(f"{path}: {error}; {remedy}") from None
+    if not isinstance(found, dict):
+        raise DatasetError(f"{path}: is not a JSON object; {remedy}")
+    return found
 
 
 def in_blocks(

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hypha_data.errors import DatasetError
-from hypha_data.sources.reader import Arrays, SampleLayout, import_extra
-from hypha_proto.codec import parse_json
-from hypha_proto.errors import DecodeError
+from hypha_data.sources.reader import Arrays, SampleLayout, import_extra, read_object
 from hypha_proto.texts import quote
 
 _FILE: Final = "tokenizer.json"
@@ -81,13 +78,7 @@ class Tokenizer:
     def _pad_token(self) -> Any:
         if not self._config.is_file():
             return None
-        try:
-            settings = parse_json(self._config.read_bytes())
-        except DecodeError as error:
-            raise DatasetError(f"{self._config}: {error}; save the tokenizer again") from None
-        if not isinstance(settings, dict):
-            raise DatasetError(f"{self._config}: is not a JSON object; save the tokenizer again")
-        return settings.get("pad_token")
+        return read_object(self._config, "save the tokenizer again").get("pad_token")
 
     def tensors(self) -> dict[str, SampleLayout]:
         """Return the tensors of a sample."""
@@ -110,17 +101,12 @@ class Tokenizer:
 
     def fill(self, rows: Sequence[Sequence[int]]) -> Arrays:
         """Return token numbers and mask of rows, padded to the length."""
-        return fill_rows(rows, self.length, self._pad, np.dtype("<i4"))
-
-
-def fill_rows(rows: Sequence[Sequence[int]], length: int, padding: int, dtype: np.dtype[Any]) -> Arrays:
-    """Return ``input_ids`` and ``attention_mask`` of rows of at most `length` numbers."""
-    numbers: NDArray[Any] = np.full((len(rows), length), padding, dtype)
-    mask = np.zeros((len(rows), length), np.uint8)
-    for row, found in enumerate(rows):
-        numbers[row, : len(found)] = found
-        mask[row, : len(found)] = 1
-    return {"input_ids": numbers, "attention_mask": mask}
+        numbers = np.full((len(rows), self.length), self._pad, "<i4")
+        mask = np.zeros((len(rows), self.length), np.uint8)
+        for row, found in enumerate(rows):
+            numbers[row, : len(found)] = found
+            mask[row, : len(found)] = 1
+        return {"input_ids": numbers, "attention_mask": mask}
 
 
 def _find(place: str) -> Path:
