@@ -33,28 +33,6 @@ def test_every_runtime_of_the_table_is_found() -> None:
     assert suited == {"process": ["train", "x"], "parameter-server": ["aggregate"]}
 
 
-def test_an_unknown_runtime_is_refused_with_the_known_ones(make_config: Any, tmp_path: Path) -> None:
-    executor = {"class": "train", "name": "x", "runtime": "prozess", "cmd": "y"}
-    with pytest.raises(ValueError, match="no such runtime; there are parameter-server, process"):
-        make_config(tmp_path, executors=[executor])
-
-
-@pytest.mark.parametrize(
-    ("runtime", "job_class", "keys", "told"),
-    [
-        ("process", "train", {}, "cmd is missing"),
-        ("parameter-server", "aggregate", {"args": ["x"]}, "cmd, args and check"),
-        ("process", "aggregate", {"cmd": "x"}, 'set runtime = "parameter-server"'),
-        ("parameter-server", "train", {}, 'set runtime = "process"'),
-        ("parameter-server", "inference", {}, 'of class "inference": set runtime = "process"'),
-        ("process", "inference", {}, "cmd is missing"),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(runtime: str, job_class: str, keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        ExecutorSection.model_validate({"class": job_class, "name": "x", "runtime": runtime, **keys})
-
-
 def test_a_configuration_imports_only_the_table_and_then_its_own_runtimes() -> None:
     subprocess.run([sys.executable, "-c", LEAN], check=True, timeout=60)
 
