@@ -22,15 +22,13 @@ import pytest
 from support.doc_snippets import block
 from support.fake_http_server import files, served
 from support.task_settings import all_of, training
-from support.training_bridge import ATTEMPT, make_bridge, make_context
+from support.training_bridge import ATTEMPT, make_bridge, make_context, open_client
 
 from hypha.accelerate_executor.training import read_settings
 from hypha_net import transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.job_spec import HuggingFaceReference, Model, SchedulerReference
 from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader, Refusal
-from hypha_worker.bridge.server import open_bridge
-from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.executors.process.process_execution import task_json
 
 LIMIT = 1 << 20
@@ -63,11 +61,9 @@ class Bridge:
 
     async def push(self, peer: MemoryEndpoint, number: int, name: str, content: bytes) -> None:
         """Push an outer update, as a parameter server does after an outer step."""
-        path = self.work_dir.parent / f"{uuid.uuid4()}"
-        path.write_bytes(content)
-        size, digest = await transfer.describe(path)
+        size, digest = await transfer.describe(content)
         header = PushHeader(ATTEMPT, number, OUTER_UPDATE, name, size, digest, self.peers[0].peer_id)
-        await transfer.push(peer, self.worker.peer_id, path, header)
+        await transfer.push(peer, self.worker.peer_id, content, header)
 
     def request(self, name: str) -> httpx.Request:
         """Return the documented request with real ids and without comments."""
@@ -96,11 +92,7 @@ async def opened(folder: Path, socket: Path) -> AsyncIterator[Bridge]:
         )
         context = make_context(folder, worker, one.peer_id, config)
         bridge, backend = make_bridge(context)
-        await stack.enter_async_context(open_bridge(backend, SocketPlace(socket), lambda _pid: True))
-        transport = httpx.AsyncHTTPTransport(uds=str(socket))
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=20)
-        )
+        client = await stack.enter_async_context(open_client(backend, socket))
         try:
             yield Bridge(client, context.work_dir, worker, (one, two))
         finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 
 from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
@@ -38,9 +39,10 @@ from hypha_proto.resources import Resources
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.bridge.receive_queue import ReceiveQueue
+from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
+from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.leasing.capacity import Allocation
@@ -96,11 +98,6 @@ class Rounds:
     def work_dir(self) -> Path:
         """The folder of the task."""
         return self.context.work_dir
-
-    @property
-    def queue(self) -> ReceiveQueue:
-        """What waits for the executor."""
-        return self.training.queue
 
     async def join(self, _peer: PeerId, question: JoinRound) -> RoundToJoin:
         self._record(question)
@@ -189,12 +186,12 @@ class Rounds:
         return digest
 
     async def next_file(self) -> PendingFile:
-        file = await self.queue.next_file(lambda: self.training.server.senders)
+        file = await self.training.queue.next_file(lambda: self.training.server.senders)
         assert file is not None
         return file
 
     def claim(self, file: PendingFile) -> Any:
-        claimed = self.queue.claim(file, self.context.storage.files.make_folder("received"))
+        claimed = self.training.queue.claim(file, self.context.storage.files.make_folder("received"))
         assert claimed is not None
         return claimed
 
@@ -256,17 +253,6 @@ def make_context(
     )
 
 
-def make_config(scheduler: MemoryEndpoint, server: MemoryEndpoint, **changes: Any) -> TrainConfig:
-    """Return the settings of a task that trains; `changes` replace some of them."""
-    weights = PeersReference(
-        peers=(scheduler.peer_id,),
-        strategy=One(),
-        resource=SliceAddress(dataset=f"{JOB}/weights", index=0),
-        filenames=("weights.safetensors",),
-    )
-    return training(scheduler.peer_id, server.peer_id, **({"term": 2, "weights": weights} | changes))
-
-
 def fail_for_disk(error: object) -> None:
     """Fail: nothing is wrong with the disk."""
     raise AssertionError(error)
@@ -287,7 +273,19 @@ def make_bridge(
 
 
 @asynccontextmanager
+async def open_client(backend: BridgeBackend, path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve a bridge at a socket, whose path must be short, and connect a client to it."""
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with (
+        open_bridge(backend, SocketPlace(path), lambda _pid: True),
+        httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=20) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
 async def open_rounds(folder: Path, **changes: Any) -> AsyncIterator[Rounds]:
+    """Open the bridge of a task; `changes` replace some of its settings."""
     network = MemoryNetwork()
     async with (
         network.endpoint("worker") as worker,
@@ -295,7 +293,13 @@ async def open_rounds(folder: Path, **changes: Any) -> AsyncIterator[Rounds]:
         network.endpoint("server") as server,
         anyio.create_task_group() as tasks,
     ):
-        config = make_config(scheduler, server, **changes)
+        weights = PeersReference(
+            peers=(scheduler.peer_id,),
+            strategy=One(),
+            resource=SliceAddress(dataset=f"{JOB}/weights", index=0),
+            filenames=("weights.safetensors",),
+        )
+        config = training(scheduler.peer_id, server.peer_id, **({"term": 2, "weights": weights} | changes))
         context = make_context(folder, worker, scheduler.peer_id, config)
         bridge, backend = make_bridge(context)
         rounds = Rounds(network, folder, worker, scheduler, server, context, bridge, backend)

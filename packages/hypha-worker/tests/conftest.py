@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -53,7 +54,7 @@ from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
 from hypha_proto.tasks import StatusUpdate, TaskSpec
 from hypha_proto.training_reports import REPORT, Continue, ReportAnswer, ReportTraining
-from hypha_proto.transfer import PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
 from hypha_worker.control.server import socket_path
@@ -87,6 +88,13 @@ def no_retries_for_unavailable_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail at once when no peer provides a file; tests of the retries set their own delays."""
     for name in ("NO_PROVIDER", "WRONG_CONTENT"):
         monkeypatch.setattr(retries, name, retries.ONCE)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -300,6 +308,13 @@ class Lab:
         config = aggregation(senders, receivers, **changes)
         return TaskSpec(executor="aggregate/parameter-server", aggregation=config)
 
+    async def push(self, sender: MemoryEndpoint, number: int, content: bytes | Path, kind: str = OUTER_UPDATE) -> None:
+        """Push a file for a task of the scheduler's job."""
+        size, digest = await transfer.describe(content)
+        about, scheduler = self.scheduler.sender, self.scheduler.endpoint.peer_id
+        header = PushHeader(about, number, kind, "../outer.safetensors", size, digest, scheduler)
+        await transfer.push(sender, self.peer, content, header)
+
     def write_script(self, text: str) -> None:
         """Write the script that the executor runs."""
         (self.folder / "script.py").write_text(PREAMBLE + text)
@@ -393,9 +408,7 @@ async def _serve_slices(lab: Any, count: int) -> None:
         return SliceAssigned(data_provider=lab.data.peer_id, index=index, epoch=0, digest=digest)
 
     async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-        path = lab.folder / f"slice-{request.index}"
-        path.write_bytes(b"slice %d" % request.index)
-        return transfer.PullSource(path)
+        return transfer.PullSource(b"slice %d" % request.index)
 
     rpc.serve(lab.scheduler.endpoint, DATA, assign)
     transfer.serve_pulls(lab.data, resolve)

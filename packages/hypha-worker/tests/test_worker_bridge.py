@@ -11,7 +11,6 @@ import os
 import re
 import socket
 import stat
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
@@ -25,12 +24,11 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import httpx
-import msgspec
 import pytest
 import uvicorn
 from blake3 import blake3
 from support.task_settings import training
-from support.training_bridge import ATTEMPT, fail_for_disk, make_bridge, make_context
+from support.training_bridge import ATTEMPT, fail_for_disk, make_bridge, make_context, open_client
 
 from hypha_net import rpc, transfer
 from hypha_net.errors import first_leaf_error
@@ -38,7 +36,6 @@ from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.codec import to_plain
 from hypha_proto.datasets import DATA, AssignedSlice, DataRequest, SliceAssigned, SlicesAssigned
 from hypha_proto.job_spec import (
-    HuggingFaceReference,
     Model,
     One,
     PeersReference,
@@ -48,23 +45,14 @@ from hypha_proto.job_spec import (
     TrainConfig,
     UriReference,
 )
-from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import OTHER_FILE, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.http_server import MAX_CONNECTIONS
 from hypha_worker.bridge.receive_queue import QUEUE_LIMIT, ReceiveQueue
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.unix_socket import BridgeStartError, SocketPlace, bind_socket, choose_place
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.tasks.spec_references import with_secrets, without_secrets
 
 LIMIT = 1 << 20
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder whose path is short enough for a socket."""
-    with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @dataclass
@@ -81,7 +69,7 @@ class BridgeUnderTest:
     work_dir: Path
     socket: Path
     client: httpx.AsyncClient
-    served: dict[tuple[str, int], Path] = field(default_factory=dict)
+    served: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         answer = await self.client.post(path, json=body)
@@ -95,15 +83,28 @@ class BridgeUnderTest:
     async def push(
         self, sender: MemoryEndpoint, number: int, content: bytes, kind: str = OUTER_UPDATE, name: str = "u"
     ) -> None:
-        path = self.work_dir.parent / f"pushed-{uuid.uuid4()}"
-        path.write_bytes(content)
-        size, digest = await transfer.describe(path)
+        size, digest = await transfer.describe(content)
         header = PushHeader(ATTEMPT, number, kind, name, size, digest, scheduler=self.server.peer_id)
-        await transfer.push(sender, self.worker.peer_id, path, header)
+        await transfer.push(sender, self.worker.peer_id, content, header)
+
+    def assign(self, *answers: SliceAssigned | SlicesAssigned) -> list[DataRequest]:
+        """Let the scheduler answer requests of slices in turn; return the requests."""
+        requests: list[DataRequest] = []
+
+        async def answer(_peer: Any, request: DataRequest) -> SliceAssigned | SlicesAssigned:
+            requests.append(request)
+            return answers[len(requests) - 1]
+
+        rpc.serve(self.server, DATA, answer)
+        return requests
 
     @property
     def results(self) -> Any:
         return {"resource": plain(self.config.results), "path": "incoming"}
+
+
+def digest_of(content: bytes) -> str:
+    return f"blake3:{blake3(content).hexdigest()}"
 
 
 def plain(reference: Any) -> Any:
@@ -138,16 +139,13 @@ async def open_test_bridge(
         context = make_context(tmp_path, worker, server.peer_id, config, limit=LIMIT, access=access)
         under_test, backend = make_bridge(context, on_disk_fault)
         path = short / "b.sock"
-        await stack.enter_async_context(open_bridge(backend, SocketPlace(path), lambda _pid: True))
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20)
-        )
+        client = await stack.enter_async_context(open_client(backend, path))
         queue, work_dir = under_test.queue, context.work_dir
         bridge = BridgeUnderTest(network, worker, server, data, outsider, config, queue, work_dir, path, client)
 
         async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
             found = bridge.served.get((request.dataset, request.index))
-            return transfer.PullSource(found) if found else Refusal(reason="not here")
+            return Refusal(reason="not here") if found is None else transfer.PullSource(found)
 
         transfer.serve_pulls(data, resolve)
         try:
@@ -232,10 +230,7 @@ async def test_invalid_bodies_are_refused(with_bridge: WithBridge) -> None:
 @pytest.mark.usefixtures("quick_retries")
 async def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(with_bridge: WithBridge) -> None:
     async with with_bridge() as bridge:
-        for index, content in enumerate((b"{}", b"weights")):
-            path = bridge.work_dir.parent / f"model-{index}"
-            path.write_bytes(content)
-            bridge.served["job/model", index] = path
+        bridge.served |= {("job/model", 0): b"{}", ("job/model", 1): b"weights"}
         model = plain(bridge.config.model.artifact)
         reversed_peers = {**model, "peers": model["peers"][::-1]}  # the first peer serves nothing
         status, files = await bridge.post("/resources/fetch", {"resource": reversed_peers, "path": "model"})
@@ -256,9 +251,7 @@ async def test_files_of_a_model_are_fetched_from_the_first_peer_that_has_them(wi
 
 async def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) -> None:
     async with with_bridge() as bridge:
-        path = bridge.work_dir.parent / "slice"
-        path.write_bytes(b"s")
-        bridge.served["d", 3] = path
+        bridge.served["d", 3] = b"s"
         peers = [str(bridge.data.peer_id)]
         wanted = {"type": "Peers", "peers": peers, "strategy": "One", "resource": {"dataset": "d", "index": 3}}
         status, [file] = await bridge.post("/resources/fetch", {"fetch": wanted, "out_dir": "in"})
@@ -270,31 +263,19 @@ async def test_the_documented_request_form_is_accepted(with_bridge: WithBridge) 
 
 
 async def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridge) -> None:
+    slices = {7: b"slice 7", 8: b"slice 8"}
     async with with_bridge() as bridge:
-
-        def serve(dataset: str, index: int, content: bytes) -> None:
-            path = bridge.work_dir.parent / f"{uuid.uuid4()}"
-            path.write_bytes(content)
-            bridge.served[dataset, index] = path
-
-        assigned = iter((7, 8))
-
-        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
-            index = next(assigned)
-            digest = f"blake3:{blake3(b'slice %d' % index).hexdigest()}"
-            return SliceAssigned(data_provider=bridge.data.peer_id, index=index, digest=digest)
-
-        rpc.serve(bridge.server, DATA, assign)
-        for index, content in enumerate((b"{}", b"weights")):
-            serve("job/model", index, content)
+        provider = bridge.data.peer_id
+        bridge.assign(*(SliceAssigned(provider, index, digest=digest_of(content)) for index, content in slices.items()))
+        bridge.served |= {("job/model", 0): b"{}", ("job/model", 1): b"weights"}
         status, files = await bridge.post("/resources/fetch", plain(bridge.config.model.artifact))
         assert status == 200, files
         assert [file["path"] for file in files] == ["artifacts/config.json", "artifacts/sub/model.safetensors"]
-        for index in (7, 8):  # the next slice takes the place of the one before
-            serve("digits", index, b"slice %d" % index)
+        for index, content in slices.items():  # the next slice takes the place of the one before
+            bridge.served["digits", index] = content
             status, [file] = await bridge.post("/resources/fetch", plain(bridge.config.data))
             assert (status, file["path"], file["metadata"]["slice"]) == (200, "artifacts/0", str(index))
-            assert (bridge.work_dir / file["path"]).read_bytes() == b"slice %d" % index
+            assert (bridge.work_dir / file["path"]).read_bytes() == content
         assert sorted(path.name for path in (bridge.work_dir / "artifacts").iterdir()) == ["0", "config.json", "sub"]
 
 
@@ -303,15 +284,8 @@ async def test_a_bare_reference_is_fetched_into_artifacts(with_bridge: WithBridg
 )
 async def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str | None, suffix: str) -> None:
     async with with_bridge() as bridge:
-        path = bridge.work_dir.parent / "served"
-        path.write_bytes(b'{"text": "a"}\n')
-        bridge.served["digits", 7] = path
-
-        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
-            digest = f"blake3:{blake3(path.read_bytes()).hexdigest()}"
-            return SliceAssigned(data_provider=bridge.data.peer_id, index=7, digest=digest, format=form)
-
-        rpc.serve(bridge.server, DATA, assign)
+        content = bridge.served["digits", 7] = b'{"text": "a"}\n'
+        bridge.assign(SliceAssigned(bridge.data.peer_id, 7, digest=digest_of(content), format=form))
         wanted = {"fetch": plain(bridge.config.data), "out_dir": "data"}
         status, [file] = await bridge.post("/resources/fetch", wanted)
         assert (status, file["path"]) == (200, f"data/digits-7-1.{suffix}")
@@ -319,23 +293,15 @@ async def test_a_slice_is_named_by_its_format(with_bridge: WithBridge, form: str
 
 async def test_several_slices_are_fetched_with_one_request(with_bridge: WithBridge) -> None:
     async with with_bridge() as bridge:
-        content = bridge.work_dir.parent / "content"
-        content.write_bytes(b"slice")
-        requests: list[DataRequest] = []
-
-        about = {"data_provider": bridge.data.peer_id, "digest": f"blake3:{blake3(b'slice').hexdigest()}"}
-
-        async def assign(_peer: Any, request: DataRequest) -> SliceAssigned | SlicesAssigned:
-            requests.append(request)
-            if request.unusable is not None:
-                return SliceAssigned(index=10, **about)
-            return SlicesAssigned(slices=tuple(AssignedSlice(index=index, **about) for index in (7, 8, 9)))
+        about = {"data_provider": bridge.data.peer_id, "digest": digest_of(b"slice")}
+        three = SlicesAssigned(slices=tuple(AssignedSlice(index=index, **about) for index in (7, 8, 9)))
+        another = SliceAssigned(index=10, **about)
+        requests = bridge.assign(three, another, three, three, another, another)
 
         async def fetched(**wanted: Any) -> tuple[int, Any]:
             return await bridge.post("/resources/fetch", {"fetch": plain(bridge.config.data), "out_dir": "s", **wanted})
 
-        rpc.serve(bridge.server, DATA, assign)
-        bridge.served |= {("digits", index): content for index in (0, 7, 9, 10)}  # 0: its manifest
+        bridge.served |= {("digits", index): b"slice" for index in (0, 7, 9, 10)}  # 0: its manifest
         status, files = await fetched(count=4, ahead=True)
         assert status == 200, files
         assert [file["metadata"]["slice"] for file in files] == ["7", "10", "9"]  # none has slice 8
@@ -362,11 +328,7 @@ async def test_several_slices_are_fetched_with_one_request(with_bridge: WithBrid
 
 async def test_a_slice_of_an_unknown_format_is_not_fetched(with_bridge: WithBridge) -> None:
     async with with_bridge() as bridge:
-
-        async def assign(_peer: Any, _request: DataRequest) -> SliceAssigned:
-            return SliceAssigned(data_provider=bridge.data.peer_id, index=7, format="../parquet")
-
-        rpc.serve(bridge.server, DATA, assign)
+        bridge.assign(SliceAssigned(bridge.data.peer_id, 7, format="../parquet"))
         wanted = {"fetch": plain(bridge.config.data), "out_dir": "data"}
         status, answer = await bridge.post("/resources/fetch", wanted)
         assert status == 502
@@ -457,27 +419,19 @@ async def test_a_stream_closed_while_waiting_loses_no_file(with_bridge: WithBrid
 
 async def test_strangers_push_nothing_and_only_senders_of_results_push_outer_updates(with_bridge: WithBridge) -> None:
     async with with_bridge() as bridge:
-        for sender, kind in (
-            (bridge.outsider, OUTER_UPDATE),
-            (bridge.outsider, OTHER_FILE),
-            (bridge.data, OUTER_UPDATE),
-        ):
+        for sender, kind in ((bridge.outsider, OTHER_FILE), (bridge.data, OUTER_UPDATE)):
             with pytest.raises(transfer.TransferRefusedError):
                 await bridge.push(sender, 1, b"x", kind)
 
 
-async def receive_any(bridge: BridgeUnderTest, count: int) -> list[dict[str, Any]]:
-    """Return the events of a stream whose request names no peers, as in the documentation."""
-    everyone = {"receive": {"type": "Peers", "peers": [], "strategy": "All"}, "out_dir": "incoming"}
-    return await read_events(bridge, count, everyone)
-
-
 async def test_files_of_every_peer_and_kind_of_the_job_are_received(with_bridge: WithBridge) -> None:
+    """The request names no peers, as in the documentation."""
+    everyone = {"receive": {"type": "Peers", "peers": [], "strategy": "All"}, "out_dir": "incoming"}
     async with with_bridge() as bridge:
         pushed = [(bridge.server, OUTER_UPDATE), (bridge.data, OTHER_FILE), (bridge.server, PSEUDO_GRADIENT)]
         for number, (sender, kind) in enumerate(pushed):
             await bridge.push(sender, number, b"%d" % number, kind)
-        events = await receive_any(bridge, 3)
+        events = await read_events(bridge, 3, everyone)
         seen = [(event["from_peer"], event["kind"], event["sequence"], event["round"]) for event in events]
         assert seen == [(str(sender.peer_id), kind, n, n) for n, (sender, kind) in enumerate(pushed)]
 
@@ -667,8 +621,9 @@ async def test_a_connection_is_seen_whatever_number_the_descriptor_has(
         setrlimit(RLIMIT_NOFILE, (soft, hard))
 
 
-def count_servers(monkeypatch: pytest.MonkeyPatch) -> list[uvicorn.Server]:
-    """Return a list that grows with each HTTP server that begins."""
+async def test_the_server_begins_with_the_first_connection(
+    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[uvicorn.Server] = []
     run = uvicorn.Server.run
 
@@ -677,25 +632,16 @@ def count_servers(monkeypatch: pytest.MonkeyPatch) -> list[uvicorn.Server]:
         run(server, sockets)
 
     monkeypatch.setattr(uvicorn.Server, "run", counted)
-    return begun
-
-
-async def test_the_server_begins_with_the_first_connection(
-    with_bridge: WithBridge, monkeypatch: pytest.MonkeyPatch, short: Path
-) -> None:
-    begun = count_servers(monkeypatch)
 
     async def check_described(bridge: BridgeUnderTest) -> None:
         assert (await bridge.client.get("/openapi.json")).status_code == 200
 
     async with with_bridge() as bridge:
-        assert stat.S_IMODE(bridge.socket.stat().st_mode) == 0o600
         assert begun == []
         async with anyio.create_task_group() as tasks:  # connections that arrive before it has begun
             for _ in range(5):
                 tasks.start_soon(check_described, bridge)
         assert len(begun) == 1
-    assert list(short.iterdir()) == []
 
 
 async def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path, short: Path) -> None:
@@ -859,10 +805,9 @@ async def test_local_files_need_an_allowed_root(with_bridge: WithBridge, tmp_pat
         assert status == 200
         assert (bridge.work_dir / file["path"]).read_bytes() == b"model"
         assert file["checksum"].startswith("sha256:")
-        for path in (tmp_path / "secret", root / "link", root / ".." / "secret"):
+        for path in (tmp_path / "secret", root / "link", root / ".." / "secret", Path("/x/../etc/passwd")):
             assert await bridge.kind("/resources/fetch", local(path)) == (403, "not-allowed")
         assert await bridge.kind("/resources/fetch", local(root / "none")) == (404, "not-found")
-        assert await bridge.kind("/resources/fetch", local(Path("/x/../etc/passwd"))) == (403, "not-allowed")
 
 
 async def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(
@@ -880,17 +825,3 @@ async def test_a_folder_under_an_allowed_root_is_fetched_with_its_files(
             assert (bridge.work_dir / "in" / "deep" / "weights").read_bytes() == b"weights"
         (root / "model" / "link").symlink_to(tmp_path)
         assert await bridge.kind("/resources/fetch", local(root / "model")) == (403, "not-allowed")
-
-
-async def test_executors_see_no_secrets(tmp_path: Path) -> None:
-    network = MemoryNetwork()
-    async with network.endpoint("server") as server:
-        secret = HuggingFaceReference(repository="org/model", filenames=("a",), token="hf_secret")
-        config = make_config(server, server, model=Model(task="auto", artifact=secret, input_names=()))
-        spec = TaskSpec(executor="train/x", training=config)
-        shown = without_secrets(config)
-        assert "hf_secret" not in repr(shown)
-        bare = shown.model.artifact
-        assert with_secrets(spec, bare) == secret
-        other = msgspec.structs.replace(bare, repository="org/other")
-        assert with_secrets(spec, other) == other

@@ -290,9 +290,8 @@ async def test_the_second_task_of_a_worker_fetches_nothing_again(in_task_lab: An
 
             async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
                 served.append(request.index)
-                return transfer.PullSource(
-                    b"slice %d" % request.index, f"blake3:{blake3(b'slice %d' % request.index).hexdigest()}"
-                )
+                content = b"slice %d" % request.index
+                return transfer.PullSource(content, f"blake3:{blake3(content).hexdigest()}")
 
             transfer.serve_pulls(lab.data, resolve)
             copy = "open('out', 'wb').write(open('resources/one', 'rb').read())"

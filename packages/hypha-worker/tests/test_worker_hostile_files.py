@@ -100,14 +100,9 @@ class Job:
 
     async def _push(self) -> None:
         worker = self.backend.context.contact.endpoint.peer_id
-        header = PushHeader(
-            ATTEMPT,
-            1,
-            OUTER_UPDATE,
-            uuid.uuid4().hex,
-            *await transfer.describe(b"pushed"),
-            scheduler=self.backend.context.scheduler,
-        )
+        size, digest = await transfer.describe(b"pushed")
+        scheduler = self.backend.context.scheduler
+        header = PushHeader(ATTEMPT, 1, OUTER_UPDATE, uuid.uuid4().hex, size, digest, scheduler)
         await transfer.push(self.peer, worker, b"pushed", header)
         self.pushed += 1
 
@@ -157,10 +152,8 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         worker, peer = [await stack.enter_async_context(network.endpoint(name)) for name in ("worker", "peer")]
-        outside, served = (folder / name for name in ("outside", "served"))
-        outside.mkdir()
+        (outside := folder / "outside").mkdir()
         (outside / "secret").write_bytes(SECRET)
-        served.write_bytes(b"served")
         context = make_context(folder, worker, peer.peer_id, training(peer.peer_id, data=all_of(peer.peer_id)))
         bridge, backend = make_bridge(context)
         job = Job(backend, peer, context.work_dir, outside)
@@ -175,7 +168,7 @@ async def open_job(folder: Path) -> AsyncIterator[Job]:
             return transfer.FilePushTarget(target, 1 << 20, on_complete)
 
         async def serve(_sender: Any, _request: PullRequest) -> transfer.PullSource:
-            return transfer.PullSource(served)
+            return transfer.PullSource(b"served")
 
         transfer.serve_pushes(peer, accept_sent)
         transfer.serve_pulls(peer, serve)

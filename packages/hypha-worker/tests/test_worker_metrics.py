@@ -57,7 +57,8 @@ ELSEWHERE = {
 """Tested in test_worker_nvml, test_worker_orphans, test_worker_task_ends, test_worker_rounds,
 test_worker_content_cache and test_worker_content_holders."""
 
-TASKS: dict[str, list[dict[str, str | bool]]] = {
+Expected = dict[str, list[dict[str, str | bool]]]
+TASKS: Expected = {
     "hypha.worker.tasks.started": [{}],
     "hypha.worker.tasks.active": [{"hypha__executor": "shell/python"}],
     "hypha.worker.tasks.ended": [{"hypha__outcome": outcome} for outcome in ("finished", "failed", "cancelled")],
@@ -95,9 +96,8 @@ WRITTEN = 4 << 20
 
 async def serve_slices(lab: Any) -> None:
     """Let the scheduler assign slices in order and the data node serve them."""
-    path = lab.folder / "slice"
-    path.write_bytes(b"x" * 1000)
-    _, digest = await transfer.describe(path)
+    content = b"x" * 1000
+    _, digest = await transfer.describe(content)
     given: list[DataRequest] = []
 
     async def assign(_peer: Any, request: DataRequest) -> SliceAssigned:
@@ -106,10 +106,10 @@ async def serve_slices(lab: Any) -> None:
         return SliceAssigned(data_provider=provider, index=max(0, len(given) - 2), digest=digest)
 
     async def resolve(_peer: Any, _request: Any) -> transfer.PullSource:
-        return transfer.PullSource(path)
+        return transfer.PullSource(content)
 
     async def refuse(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
-        return transfer.PullSource(path) if request.name == "manifest" else Refusal(reason="the file has changed")
+        return transfer.PullSource(content) if request.name == "manifest" else Refusal(reason="the file has changed")
 
     transfer.serve_pulls(lab.server, refuse)
     rpc.serve(lab.scheduler.endpoint, DATA, assign)
@@ -119,6 +119,12 @@ async def serve_slices(lab: Any) -> None:
 def values(recorded: Any, name: str, **about: str | bool) -> list[float]:
     wanted = {key.replace("__", "."): value for key, value in about.items()}
     return [value for other, value, has in recorded.values if other == name and wanted.items() <= has.items()]
+
+
+def missing(recorded: Any, expected: Expected) -> list[tuple[str, dict[str, str | bool]]]:
+    """Return which of the expected metrics have had no positive value."""
+    each = [(name, about) for name, abouts in expected.items() for about in abouts]
+    return [(name, about) for name, about in each if not any(value > 0 for value in values(recorded, name, **about))]
 
 
 def written(recorded: Any) -> float:
@@ -150,9 +156,7 @@ async def aggregate(lab: Any, receiver: Any) -> None:
     await lab.scheduler.dispatch(lease, spec)
     path = lab.folder / "update"
     write_update(path, {"w": (4,)}, [("w", np.ones(4, np.float32))], UpdateMetadata())
-    size, digest = await transfer.describe(path)
-    header = PushHeader(lab.scheduler.sender, 1, PSEUDO_GRADIENT, "u", size, digest, lab.scheduler.endpoint.peer_id)
-    await transfer.push(lab.server, lab.peer, path, header)
+    await lab.push(lab.server, 1, path, PSEUDO_GRADIENT)
     members = (Member(peer=lab.server.peer_id, samples=1),)
     message = SetMembers(round=1, members=members, deadline_ms=10_000)
     await lab.scheduler.tasks.command(lease, lab.scheduler.task_on(lease), message)
@@ -177,7 +181,7 @@ async def test_every_documented_metric_has_a_value(
         await train(lab, recorded)
         await aggregate(lab, push_receiver(lab.server, lab.folder / "receiver"))
         await let_leases_end(lab, recorded, monkeypatch)
-    expected: dict[str, list[dict[str, str | bool]]] = {
+    expected: Expected = {
         "hypha.worker.executors.active": [{}],
         "hypha.worker.executors.ended": [{"process__exit__code": "0"}, {"process__exit__code": "3"}],
         "hypha.worker.executor.processes": [{}],
@@ -199,13 +203,7 @@ async def test_every_documented_metric_has_a_value(
         "hypha.worker.samples": [{}],
         "hypha.worker.outer_step.duration": [{}],
     }
-    missing = [
-        (name, about)
-        for name, abouts in expected.items()
-        for about in abouts
-        if not any(value > 0 for value in values(recorded, name, **about))
-    ]
-    assert missing == []
+    assert missing(recorded, expected) == []
     assert sum(values(recorded, "hypha.worker.slices")) == 3
     assert sum(values(recorded, "hypha.worker.slice.io")) == 3000
     assert values(recorded, "hypha.worker.prefetch.depth") == [1, 2, 3, 2]
@@ -244,13 +242,7 @@ async def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Any, re
         tasks.start(lease, "w")
         tasks.define(lease, "v", stop=Stop("enough"))
         assert (await tasks.end("v")).cancelled is not None
-    missing = [
-        (name, about)
-        for name, abouts in TASKS.items()
-        for about in abouts
-        if not any(value > 0 for value in values(recorded, name, **about))
-    ]
-    assert missing == []
+    assert missing(recorded, TASKS) == []
     assert sum(values(recorded, "hypha.worker.resource.io")) == 4
 
 
@@ -301,14 +293,10 @@ async def test_a_job_is_counted_measured_and_traced(
         await lab.scheduler.ended()
     lasted = time.monotonic() - began
     assert recorded.total("hypha.worker.tasks.started") == recorded.total("hypha.worker.tasks.ended") == 1
-    assert recorded.total("hypha.worker.tasks.active") == recorded.total("hypha.worker.executors.active") == 0
+    assert recorded.total("hypha.worker.tasks.active") == 0
     assert least[0] < recorded.total("hypha.worker.task.duration", hypha_outcome="finished") < lasted
-    assert ("hypha.worker.executors.ended", 1, {"process.exit.code": "0"}) in recorded.values
-    assert recorded.total("hypha.worker.executor.processes") >= 1
     assert {"process.memory.usage", "hypha.worker.prefetch.depth"} <= recorded.gone
     assert {"evaluate", "offer", "WorkerOffer", "execute task"} <= {span.name for span in recorded.spans}
-    assert ("hypha.worker.requests", 1, {"hypha.offered": True}) in recorded.values
-    assert ("hypha.worker.lease.renewals", 1, {"hypha.outcome": "renewed"}) in recorded.values
 
 
 JOB = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -24,7 +24,7 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import SliceAddress
 from hypha_proto.leases import SAY_GOODBYE, Goodbye, GoodbyeReceived
 from hypha_proto.offers import ExecutorDescriptor
-from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import PullRequest, Refusal
 from hypha_worker.connectors.peer_files import PeerFiles, WantedFile, check_tensor_file
 from hypha_worker.errors import BridgeError, DiskFaultError, UnusableFileError
 from hypha_worker.service import open_worker
@@ -42,10 +42,9 @@ async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
 ) -> None:
     monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (0.05,) * 1000))
-    (tmp_path / "slice").write_bytes(b"x" * 1000)
 
     async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
-        return transfer.PullSource(tmp_path / "slice") if comes_back else Refusal(reason="not here any more")
+        return transfer.PullSource(b"x" * 1000) if comes_back else Refusal(reason="not here any more")
 
     network = MemoryNetwork()
     async with network.endpoint("worker") as worker, network.endpoint("data") as data:
@@ -92,12 +91,10 @@ class Nodes:
 
     def serve(self, node: MemoryEndpoint, content: bytes) -> None:
         """Let a node announce `DIGEST` and send other content, as one whose file has changed since its start."""
-        path = self.folder / f"{node.peer_id}"
-        path.write_bytes(content)
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource:
             self.asked.append(node.peer_id)
-            return transfer.PullSource(path, DIGEST)
+            return transfer.PullSource(content, DIGEST)
 
         transfer.serve_pulls(node, resolve)
 
@@ -183,15 +180,13 @@ async def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
     monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (0.1, 0.1)))
     async with with_nodes() as nodes:
         opened = anyio.Event()
-        path = nodes.folder / "slice"
-        path.write_bytes(GOOD)
 
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             nodes.asked.append(nodes.first.peer_id)
             if request.name == "manifest":
                 opened.set()
                 return Refusal(reason="no dataset 'digits' here")
-            return transfer.PullSource(path) if opened.is_set() else Refusal(reason="no dataset 'digits' here")
+            return transfer.PullSource(GOOD) if opened.is_set() else Refusal(reason="no dataset 'digits' here")
 
         transfer.serve_pulls(nodes.first, resolve)
         await nodes.files.pull(nodes.peers[:1], WantedFile(ADDRESS, DIGEST, is_slice=True), nodes.target)
@@ -201,12 +196,10 @@ async def test_a_node_that_does_not_serve_the_dataset_yet_is_asked_again(
 
 async def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(with_nodes: Any) -> None:
     async with with_nodes() as nodes:
-        path = nodes.folder / "manifest"
-        path.write_bytes(b"{}")
 
         async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
             nodes.asked.append(nodes.first.peer_id)
-            return transfer.PullSource(path) if request.name == "manifest" else Refusal(reason="not as announced")
+            return transfer.PullSource(b"{}") if request.name == "manifest" else Refusal(reason="not as announced")
 
         transfer.serve_pulls(nodes.first, resolve)
         with pytest.raises(UnusableFileError, match="not as announced"):
@@ -214,14 +207,18 @@ async def test_a_node_that_serves_the_dataset_and_refuses_a_slice_is_asked_once(
         assert len(nodes.asked) == 2
 
 
+def fail_to_allocate(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 async def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_path(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+    fail_to_allocate(monkeypatch, OSError(code, os.strerror(code)))
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD)
         nodes.serve(nodes.second, GOOD)
@@ -235,10 +232,7 @@ async def test_a_disk_that_is_full_or_fails_is_an_error_at_once_that_names_the_p
 async def test_another_error_of_the_system_is_not_blamed_on_the_disk(
     with_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise FileNotFoundError(errno.ENOENT, "no such folder")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
+    fail_to_allocate(monkeypatch, FileNotFoundError(errno.ENOENT, "no such folder"))
     async with with_nodes() as nodes:
         nodes.serve(nodes.first, GOOD)
         with pytest.raises(FileNotFoundError):
@@ -250,11 +244,9 @@ async def test_a_slice_without_a_digest_must_be_a_safetensors_file(with_nodes: A
     empty = b"\x02\0\0\0\0\0\0\0{}"
     async with with_nodes() as nodes:
         for node, content in ((nodes.first, b""), (nodes.second, empty)):
-            path = nodes.folder / f"{node.peer_id}"
-            path.write_bytes(content)
 
-            async def resolve(_peer: PeerId, _request: PullRequest, path: Path = path) -> transfer.PullSource:
-                return transfer.PullSource(path)
+            async def resolve(_peer: PeerId, _request: PullRequest, content: bytes = content) -> transfer.PullSource:
+                return transfer.PullSource(content)
 
             transfer.serve_pulls(node, resolve)
         _, peer = await nodes.files.pull(nodes.peers, WantedFile(ADDRESS, check=check_tensor_file), nodes.target)
@@ -273,8 +265,6 @@ print("ERROR executor: %d %s" % (status, answer), flush=True)
 def serve(lab: Any, usable: set[int]) -> list[DataRequest]:
     """Let the scheduler assign slices 0, 1, …, of which the data node has only `usable` ones; return the requests."""
     requests: list[DataRequest] = []
-    path = lab.folder / "slice"
-    path.write_bytes(b"slice")
     digest = f"blake3:{blake3(b'slice').hexdigest()}"
 
     async def assign(_peer: Any, request: DataRequest) -> SliceAssigned | NotFound:
@@ -283,7 +273,7 @@ def serve(lab: Any, usable: set[int]) -> list[DataRequest]:
 
     async def resolve(_peer: Any, request: PullRequest) -> transfer.PullSource | Refusal:
         if request.index in usable or request.name == "manifest":
-            return transfer.PullSource(path, digest)
+            return transfer.PullSource(b"slice", digest)
         return Refusal(reason=f"slice {request.index} is not what was announced")
 
     rpc.serve(lab.scheduler.endpoint, DATA, assign)
@@ -320,11 +310,8 @@ async def test_a_fetch_ends_when_every_slice_is_unusable(in_lab: InLab) -> None:
 async def test_a_full_disk_gives_the_work_back_at_once(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (60.0,)))
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    fail_to_allocate(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with caplog.at_level(logging.ERROR, "hypha_worker.tasks.task_run"):
         async with in_lab() as lab:
             serve(lab, {0})
@@ -344,31 +331,15 @@ async def test_a_full_disk_gives_the_work_back_at_once(
 async def test_an_outer_update_that_finds_no_room_gives_the_work_back(
     in_lab: InLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    fail_to_allocate(monkeypatch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     async with in_lab() as lab:
         await lab.start("time.sleep(60)")
-        path = lab.folder / "outer"
-        path.write_bytes(b"update")
-        size, digest = await transfer.describe(path)
-        scheduler = lab.scheduler.endpoint.peer_id
-        header = PushHeader(lab.scheduler.sender, 1, OUTER_UPDATE, "u", size, digest, scheduler)
         with pytest.raises(transfer.TransferRefusedError, match="no room"):
-            await transfer.push(lab.server, lab.peer, path, header)
-        end = await lab.scheduler.until(lambda: lab.scheduler.ends and lab.scheduler.ends[-1])
+            await lab.push(lab.server, 1, b"update")
+        end = await lab.scheduler.ended()
         assert end.outcome == "cancelled"
         assert str(lab.folder / "work") in end.reason
         assert "No space left on device" in end.reason
-
-
-async def test_an_executor_that_cannot_write_gives_the_work_back(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        await lab.start("print('ERROR executor: /data: No space left on device', flush=True); sys.exit(74)")
-        end = await lab.scheduler.ended()
-        assert end.outcome == "cancelled"
-        assert end.reason == "ERROR executor: /data: No space left on device"
 
 
 @pytest.mark.parametrize("knows", [True, False])

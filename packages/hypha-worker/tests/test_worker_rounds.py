@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,10 +11,10 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import httpx
 import msgspec
 import pytest
-from support.training_bridge import ATTEMPT, JOB, NEW_WEIGHTS, RANGES, WEIGHTS, Rounds, make_config, open_rounds
+from support.task_settings import all_of, training
+from support.training_bridge import ATTEMPT, JOB, NEW_WEIGHTS, RANGES, WEIGHTS, Rounds, open_client, open_rounds
 
 from hypha_net import retries, rpc, transfer
 from hypha_net.errors import TransferRefusedError
@@ -37,7 +36,6 @@ from hypha_proto.datasets import DATA, DataRequest, SliceAssigned
 from hypha_proto.ids import PeerId
 from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
 from hypha_proto.job_spec import (
-    All,
     One,
     PeersReference,
     Reference,
@@ -46,9 +44,7 @@ from hypha_proto.job_spec import (
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OTHER_FILE, OUTER_UPDATE, PushHeader
 from hypha_worker.bridge.receive_queue import QUEUE_LIMIT
-from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.uncommitted_updates import PendingFile
-from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.errors import BridgeError
 from hypha_worker.tasks.spec_references import named_peers, with_secrets, without_secrets
 
@@ -106,20 +102,19 @@ async def test_an_update_that_the_scheduler_does_not_accept_is_not_pushed(in_rou
         assert rounds.got(PushHeader) == []
 
 
-async def test_an_update_that_the_parameter_server_refuses_costs_its_executor_the_round(in_rounds: InRounds) -> None:
-    async with in_rounds() as rounds:
+@pytest.mark.parametrize(
+    ("term", "stated", "answer"),
+    [(2, {}, (409, "update-refused")), (None, {"contribution": None}, (502, "peer-failed"))],
+    ids=["costs its executor the round", "without terms is a failure of the peer"],
+)
+async def test_an_update_that_the_parameter_server_refuses(
+    in_rounds: InRounds, term: int | None, stated: dict[str, Any], answer: tuple[int, str]
+) -> None:
+    async with in_rounds(term=term) as rounds:
         rounds.refused_push = "tensor 'a' has NaN"
         with pytest.raises(BridgeError, match="tensor 'a' has NaN") as refused:
-            await rounds.send()
-        assert (refused.value.status, refused.value.kind) == (409, "update-refused")
-
-
-async def test_a_refused_update_of_a_job_without_terms_is_a_failure_of_the_peer(in_rounds: InRounds) -> None:
-    async with in_rounds(term=None) as rounds:
-        rounds.refused_push = "tensor 'a' has NaN"
-        with pytest.raises(BridgeError, match="tensor 'a' has NaN") as refused:
-            await rounds.send(contribution=None)
-        assert (refused.value.status, refused.value.kind) == (502, "peer-failed")
+            await rounds.send(**stated)
+        assert (refused.value.status, refused.value.kind) == answer
 
 
 @pytest.mark.parametrize(
@@ -144,14 +139,13 @@ async def test_a_contribution_that_does_not_describe_the_update_is_refused(
 
 async def test_a_file_that_is_no_update_has_no_contribution(in_rounds: InRounds) -> None:
     async with in_rounds() as rounds:
-        reference = PeersReference(peers=(rounds.scheduler.peer_id,), strategy=All())
         (rounds.work_dir / "u").write_bytes(b"x")
         _, digest = await transfer.describe(b"x")
         stated = Contribution(
             round=1, weights=WEIGHTS, ranges=(), batches=0, batch_size=1, seed=0, optimizer="reset", update=digest
         )
         with pytest.raises(BridgeError, match="contribution: only a file for the peers of `updates`"):
-            await rounds.backend.send(Transfer(reference, "u", round=1, contribution=stated))
+            await rounds.backend.send(Transfer(all_of(rounds.scheduler.peer_id), "u", round=1, contribution=stated))
 
 
 async def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
@@ -182,7 +176,7 @@ HOSTILE_FIELDS = (
 """Fields of a contribution that stand after, and thus replace, those that are right."""
 
 
-async def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> None:
+async def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds, short: Path) -> None:
     async with in_rounds() as rounds:
         content = b"over http"
         (rounds.work_dir / "u").write_bytes(content)
@@ -198,23 +192,16 @@ async def test_the_bridge_takes_contributions_over_http(in_rounds: InRounds) -> 
             "update": digest,
         }
         body = {"resource": to_plain(Reference, rounds.config.updates), "path": "u", "round": 1}
-        with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
-            path = Path(folder) / "b.sock"
-            async with (
-                open_bridge(rounds.backend, SocketPlace(path), lambda _pid: True),
-                httpx.AsyncClient(
-                    transport=httpx.AsyncHTTPTransport(uds=str(path)), base_url="http://bridge", timeout=20
-                ) as client,
-            ):
-                answer = await client.post("/resources/send", json=body | {"contribution": stated})
-                assert (answer.status_code, answer.json()["checksum"]) == (200, digest)
-                rounds.known = ContributionKnown(accepted=False, reason="no")
-                answer = await client.post("/resources/send", json=body | {"contribution": stated})
-                assert (answer.status_code, answer.json()["error"]) == (409, "update-refused")
-                for wrong in HOSTILE_FIELDS:
-                    text = json.dumps(body | {"contribution": stated | {"last": 0}}).replace('"last": 0', wrong)
-                    answer = await client.post("/resources/send", content=text)
-                    assert (answer.status_code, answer.json()["error"]) == (400, "bad-request"), wrong
+        async with open_client(rounds.backend, short / "b.sock") as client:
+            answer = await client.post("/resources/send", json=body | {"contribution": stated})
+            assert (answer.status_code, answer.json()["checksum"]) == (200, digest)
+            rounds.known = ContributionKnown(accepted=False, reason="no")
+            answer = await client.post("/resources/send", json=body | {"contribution": stated})
+            assert (answer.status_code, answer.json()["error"]) == (409, "update-refused")
+            for wrong in HOSTILE_FIELDS:
+                text = json.dumps(body | {"contribution": stated | {"last": 0}}).replace('"last": 0', wrong)
+                answer = await client.post("/resources/send", content=text)
+                assert (answer.status_code, answer.json()["error"]) == (400, "bad-request"), wrong
         [header] = rounds.got(PushHeader)
         assert header.contribution.optimizer == "reset"
 
@@ -313,6 +300,16 @@ async def test_outer_updates_of_an_older_term_are_refused(in_rounds: InRounds) -
 # --------------------------------------------------------------------------------------------- weights and positions
 
 
+async def assign_slice(rounds: Rounds, **positions: int | None) -> None:
+    """Let the scheduler assign the same slice again and again, and serve it."""
+    _, digest = await transfer.describe(b"slice")
+
+    async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
+        return SliceAssigned(rounds.scheduler.peer_id, index=3, epoch=1, digest=digest, **positions)
+
+    rpc.serve(rounds.scheduler, DATA, assign)
+
+
 async def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> None:
     async with in_rounds() as rounds:
         reference = rounds.config.weights
@@ -325,16 +322,12 @@ async def test_the_newest_weights_are_fetched_each_time(in_rounds: InRounds) -> 
 
 
 def test_weights_may_come_from_a_peer_that_no_other_reference_names() -> None:
-    class Peer:
-        def __init__(self, number: int) -> None:
-            self.peer_id = PeerId.from_public_key(bytes([number]) * 32)
-
-    scheduler, server, other = (Peer(number) for number in range(3))
+    scheduler, server, other = (PeerId.from_public_key(bytes([number]) * 32) for number in range(3))
     address = SliceAddress(dataset="w", index=0)
-    weights = PeersReference(peers=(other.peer_id,), strategy=One(), resource=address)
-    config = make_config(scheduler, server, weights=weights)  # type: ignore[arg-type]
+    weights = PeersReference(peers=(other,), strategy=One(), resource=address)
+    config = training(scheduler, server, weights=weights)
     spec = TaskSpec(executor="train/x", training=config)
-    assert other.peer_id in named_peers(spec)
+    assert other in named_peers(spec)
     shown = without_secrets(config)
     assert shown.weights == weights
     assert with_secrets(spec, shown.model.artifact) == config.model.artifact
@@ -348,13 +341,7 @@ async def test_the_metadata_of_a_slice_has_its_positions(
     in_rounds: InRounds, first: int | None, end: int | None, metadata: dict[str, str]
 ) -> None:
     async with in_rounds() as rounds:
-        _, digest = await transfer.describe(b"slice")
-
-        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
-            peer = rounds.scheduler.peer_id
-            return SliceAssigned(data_provider=peer, index=3, epoch=1, digest=digest, first=first, end=end)
-
-        rpc.serve(rounds.scheduler, DATA, assign)
+        await assign_slice(rounds, first=first, end=end)
         [file] = await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
         assert {name: file.metadata[name] for name in ("slice", "epoch")} == {"slice": "3", "epoch": "1"}
         assert {name: text for name, text in file.metadata.items() if name in ("first", "end")} == metadata
@@ -391,32 +378,15 @@ async def test_slices_that_are_fetched_at_a_time_are_numbered_in_the_order_of_th
 
 async def test_a_slice_without_positions_to_use_is_an_error(in_rounds: InRounds) -> None:
     async with in_rounds() as rounds:
-
-        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
-            return SliceAssigned(data_provider=rounds.scheduler.peer_id, index=3, first=9, end=9)
-
-        rpc.serve(rounds.scheduler, DATA, assign)
+        await assign_slice(rounds, first=9, end=9)
         with pytest.raises(BridgeError, match="first 9 is not before end 9"):
             await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
 
 
-# ------------------------------------------------------------------------------------------------------ whole worker
+# ---------------------------------------------------------------------------------------------------------------- join
 
 
 OUTER = SliceAddress(dataset=f"{JOB}/weights", index=7)
-
-
-@asynccontextmanager
-async def open_client(rounds: Rounds) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve the bridge at a socket, whose path must be short, and connect a client to it."""
-    with tempfile.TemporaryDirectory(prefix="hw-", dir="/tmp") as folder:
-        place = SocketPlace(Path(folder) / "bridge.sock")
-        transport = httpx.AsyncHTTPTransport(uds=str(place.path))
-        async with (
-            open_bridge(rounds.backend, place, lambda _pid: True),
-            httpx.AsyncClient(transport=transport, base_url="http://bridge", timeout=10) as client,
-        ):
-            yield client
 
 
 async def joined(rounds: Rounds, number: int = 1) -> None:
@@ -424,13 +394,10 @@ async def joined(rounds: Rounds, number: int = 1) -> None:
     await rounds.backend.training("").join_round()
 
 
-# ---------------------------------------------------------------------------------------------------------------- join
-
-
-async def test_an_executor_is_told_its_round_when_the_scheduler_has_decided(in_joined: InRounds) -> None:
+async def test_an_executor_is_told_its_round_when_the_scheduler_has_decided(in_joined: InRounds, short: Path) -> None:
     async with in_joined() as rounds:
         rounds.joins += [RoundToJoin(), RoundToJoin(), RoundToJoin(round=4, weights=NEW_WEIGHTS)]
-        async with open_client(rounds) as client:
+        async with open_client(rounds.backend, short / "b.sock") as client:
             answer = await client.post("/rounds/join")
             assert (answer.status_code, answer.json()) == (200, {"round": 4, "weights": NEW_WEIGHTS})
             rounds.joins.append(RoundToJoin(reason="it was replaced"))
@@ -495,12 +462,7 @@ async def test_an_outer_update_that_waits_for_its_commit_is_dropped_when_the_exe
 
 async def test_an_executor_that_does_not_ask_takes_outer_updates_from_its_first_slice_on(in_joined: InRounds) -> None:
     async with in_joined(first_round=3) as rounds:
-        _, digest = await transfer.describe(b"slice")
-
-        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned:
-            return SliceAssigned(data_provider=rounds.scheduler.peer_id, index=3, epoch=1, digest=digest)
-
-        rpc.serve(rounds.scheduler, DATA, assign)
+        await assign_slice(rounds)
         with pytest.raises(TransferRefusedError, match="does not take part in round 3"):
             await rounds.push(b"three", 3)
         await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.fake_http_server import answers, served
 from support.task_bridge_client import EXECUTOR
@@ -176,3 +177,13 @@ def test_executors_name_urls_by_what_is_not_secret_of_them(web: Web) -> None:
     assert shown.data == plain
     chosen = UriReference(value="https://host/other?version=2")
     assert with_secrets(spec, chosen) == chosen
+
+
+def test_executors_name_repositories_without_their_token() -> None:
+    config = training(PeerId.from_public_key(bytes(32)), **with_artifacts(hub(TOKEN), hub(TOKEN)))
+    spec = TaskSpec(executor="train/x", training=config)
+    shown: Any = without_secrets(config)
+    assert_no_secret(repr(shown))
+    assert with_secrets(spec, shown.model.artifact) == hub(TOKEN)
+    other = msgspec.structs.replace(shown.model.artifact, repository="org/other")
+    assert with_secrets(spec, other) == other

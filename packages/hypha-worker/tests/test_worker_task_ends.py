@@ -16,7 +16,6 @@ import anyio
 import psutil
 import pytest
 
-from hypha_net import transfer
 from hypha_proto.job_spec import All, PeersReference
 from hypha_proto.resources import Resources
 from hypha_proto.training_reports import (
@@ -26,7 +25,7 @@ from hypha_proto.training_reports import (
     ReportTraining,
     ScheduleUpdate,
 )
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import PSEUDO_GRADIENT
 from hypha_worker.errors import ExecutionError
 from hypha_worker.executors.process import process_runner
 from hypha_worker.executors.process.environment import base_environment, substitute
@@ -60,15 +59,6 @@ def alive(work_dir: Path) -> list[psutil.Process]:
             if process.environ().get("HOME", "").startswith(str(work_dir)):
                 found.append(process)
     return found
-
-
-async def push_result(lab: Any, sender: Any, number: int, content: bytes) -> None:
-    path = lab.folder / f"outer-{number}"
-    path.write_bytes(content)
-    size, digest = await transfer.describe(path)
-    about, scheduler = lab.scheduler.sender, lab.scheduler.endpoint.peer_id
-    header = PushHeader(about, number, OUTER_UPDATE, "../outer.safetensors", size, digest, scheduler=scheduler)
-    await transfer.push(sender, lab.peer, path, header)
 
 
 TRAINS = """
@@ -108,7 +98,7 @@ async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_recei
         lab.scheduler.answer = answer
         lease = await lab.start(TRAINS)
         await lab.scheduler.until(lambda: pushed.files)
-        await push_result(lab, lab.server, 1, b"outer")
+        await lab.push(lab.server, 1, b"outer")
         end = await lab.scheduler.ended()
         assert (end.outcome, end.reason, end.exit_code) == ("finished", "", 0), end
         assert end.lease == lease
@@ -142,7 +132,7 @@ async def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab, push_
             leases[await lab.start(SENDS.format(size=size), lab.train_spec(results=results))] = size
             await lab.scheduler.until(lambda count=count: len(lab.scheduler.reports) == count)
         for sender, content in sent.values():
-            await push_result(lab, sender, 1, content)
+            await lab.push(sender, 1, content)
         for _ in sent:
             end = await lab.scheduler.ended()
             size = leases[end.lease]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from hypha_net.errors import TransferError, TransferRefusedError
 from hypha_net.testing import MemoryNetwork
 from hypha_proto.job_spec import All, PeersReference, SliceAddress
 from hypha_proto.training_reports import Continue, ReportAnswer, ReportTraining
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_worker import task_storage
 from hypha_worker.connectors.peer_files import PeerFiles, WantedFile
 from hypha_worker.errors import BridgeError, ExecutionError, StorageExceededError
@@ -123,23 +122,15 @@ async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored
         await files.pull([data.peer_id], WantedFile(SliceAddress(dataset="d", index=2)), work / "2")
 
 
-async def push(lab: Any, sender: Any, number: int, size: int, kind: str) -> None:
-    path = lab.folder / f"{uuid.uuid4()}"
-    path.write_bytes(os.urandom(size))
-    scheduler, sender_id = lab.scheduler.endpoint.peer_id, lab.scheduler.sender
-    header = PushHeader(sender_id, number, kind, "update", *await transfer.describe(path), scheduler=scheduler)
-    await transfer.push(sender, lab.peer, path, header)
-
-
 async def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
     async with in_lab() as lab:
         lab.write_script("time.sleep(60)")
         lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
         await lab.scheduler.dispatch(lease, lab.train_spec())
         for number in range(1, 4):
-            await push(lab, lab.server, number, 300_000, OUTER_UPDATE)
+            await lab.push(lab.server, number, os.urandom(300_000))
         with pytest.raises(TransferError, match=r"300000 bytes .* of 1000000 bytes are used"):
-            await push(lab, lab.server, 4, 300_000, OUTER_UPDATE)
+            await lab.push(lab.server, 4, os.urandom(300_000))
         stored = sum(path.stat().st_blocks * 512 for path in (lab.folder / "work").rglob("*") if path.is_file())
         assert 900_000 < stored < 1_100_000
 
