@@ -62,22 +62,6 @@ async def test_a_worker_whose_topic_has_peers_logs_no_waiting(
     assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]
 
 
-@pytest.mark.parametrize(("default", "status"), [(1e-9 * 5, 507), (1e-3, 200)])
-async def test_the_default_of_storage_bounds_a_job_where_the_machine_lists_none(
-    default: float, status: int, in_lab: Any, serve_slices: Any
-) -> None:
-    async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": default}}) as lab:
-        await serve_slices(lab, 1)
-        await lab.start(
-            f"""
-answer = post("/resources/fetch", {{"resource": config["data"], "path": "slices"}})
-sys.exit(0 if answer[0] == {status} else str(answer))
-"""
-        )
-        end = await lab.scheduler.ended()
-        assert end.outcome == "finished", end
-
-
 @pytest.fixture
 def start_worker(tmp_path: Path, make_config: Any) -> Callable[..., None]:
     """Return a function that runs a worker, and meanwhile another function."""

@@ -214,20 +214,6 @@ def test_a_process_that_waits_for_its_bridge_is_not_idle(monkeypatch: pytest.Mon
     assert asked >= 30
 
 
-async def test_an_attempt_that_fills_its_storage_fails(in_task_lab: InTaskLab) -> None:
-    async with in_task_lab(resources={"cpu": 2.0, "memory": 4.0, "default": {"storage": 0.001}}) as (
-        _lab,
-        tasks,
-        lease,
-    ):
-        tasks.start(lease, "full", "[open(f'f{n}', 'wb').write(bytes(500_000)) for n in range(6)]; time.sleep(60)")
-        report = await tasks.end("full")
-        assert report.failed is not None
-        assert "more than the 1000000 of its lease" in report.failed.reason
-        tasks.start(lease, "next", "print(1)")
-        assert (await tasks.end("next")).finished is not None
-
-
 @pytest.mark.parametrize("how", ["stop", "drain", "release", "expiry"])
 async def test_an_attempt_ends_with_its_whole_process_tree(in_task_lab: InTaskLab, how: str) -> None:
     async with in_task_lab() as (lab, tasks, lease):
