@@ -50,8 +50,8 @@ class BatchesCounted(Message, frozen=True):
     """Response to `ReportBatches`, also of the route ``/status/batches``."""
 
     counted: U32
-    """Number of batches of the round that need not be reported again. If the scheduler does not answer, the worker
-    answers its executor with `TrainedBatches.first`."""
+    """Number of batches of the round that need not be reported again. A worker whose scheduler does not answer states
+    the report's own `first`: nothing of it was counted."""
     last: Annotated[U32 | None, OMIT] = None
     """Number of batches of the round after which the executor sends its update; None if it is not known yet."""
     done: Annotated[bool | None, OMIT] = None

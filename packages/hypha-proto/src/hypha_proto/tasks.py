@@ -289,7 +289,7 @@ class Subscribe(Message, frozen=True):
 
     lease: uuid.UUID
     next: U64
-    """Sequence number of the first definition that it has not received."""
+    """Sequence number of the first definition that it has not handled."""
     first: U64 = 0
     """Sequence number of its oldest status update that is not acknowledged. A scheduler that was started again, and
     holds the lease still, goes on with this one."""

@@ -24,7 +24,7 @@ MAX_FAILURES: Final = 3
 _LONGEST: Final = 300
 """Characters of the reason that an exclusion names."""
 EXCLUSION: Final = 600.0
-"""Seconds for which it is. After that, one further failure takes it out again; a failed check is repeated then."""
+"""Seconds for which it stays out. Then a failed check is repeated, and one further failure takes it out again."""
 
 
 async def _find_nothing() -> None:

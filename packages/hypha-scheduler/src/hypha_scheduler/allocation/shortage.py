@@ -48,7 +48,7 @@ _WORDS: Final = {
 }
 """Codes that are no words for people."""
 _PERMANENT: Final = ("draining", "paused", "not-allowed", "executor", *RESOURCE_UNITS, "price", "quota")
-"""Codes of reasons that other schedulers cannot remove."""
+"""Codes of reasons that stay when other schedulers give their leases back."""
 _MAX_REASONS: Final = 8
 """Reasons of one peer that are read."""
 

@@ -458,7 +458,9 @@ class InnerOptimizerTable(Table):
 class Requirement(Table):
     """Requirement on a worker: the minimum amount of a resource, or the name of an executor."""
 
-    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(default=None, description="Resource.")
+    type: Literal["GPU", "CPU", "Memory", "Storage"] | None = Field(
+        default=None, description="Resource: GPU, CPU, Memory or Storage."
+    )
     min: float | None = Field(
         default=None,
         ge=0,

@@ -26,7 +26,7 @@ SOCKET_NAME: Final = "bridge.sock"
 _CREDENTIALS: Final = struct.Struct("3i")
 """``struct ucred`` of unix(7): process, user and group."""
 _BACKLOG: Final = 1024
-"""Connections that wait until they are accepted, outside this process; a client that does not block fails above."""
+"""Connections that the kernel keeps until they are accepted; with more, a client that does not block gets an error."""
 
 
 class BridgeStartError(ExecutionError):

@@ -46,7 +46,9 @@ class AccessPolicy:
         except ValueError as error:
             raise bad_request(f"value: {shown_url(url)!r} is no URL ({error}): write https://host/path") from None
         if parts.scheme not in ("http", "https") or not host:
-            raise bad_request(f"value: {shown_url(url)!r} is not an http, https or file URL: use one of these schemes")
+            raise bad_request(
+                f"value: {shown_url(url)!r} is not an https, http, file, s3 or sha256 URL: use one of these schemes"
+            )
         if not any(fnmatchcase(host.lower(), pattern.lower()) for pattern in self.hosts):
             raise not_allowed(f"value: host {host!r} is not in connectors.hosts of this worker: its owner may add it")
 

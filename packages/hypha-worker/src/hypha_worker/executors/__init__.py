@@ -1,1 +1,1 @@
-"""Executors, which run jobs: a training process, or the parameter server; `runtimes` lists them."""
+"""Executors, which run tasks: processes, and the built-in parameter server; `runtimes` lists the ways of running."""

@@ -1,9 +1,9 @@
 """The runtimes of executors, by the value of the key `runtime`: each is a folder beside this module.
 
 A folder's module `runtime` holds one object, `RUNTIME`, which implements `Runtime`; it is imported when a configuration
-names it. So a further runtime is a new folder and one row of `RUNTIMES`; keys of its own are fields of
-`ExecutorSection`, which the `check` of the others refuses. There are no entry points on purpose: a worker runs no code
-of third parties.
+names it. So a further runtime is a new folder and one row of `RUNTIMES`. A key that it alone has is a field of
+`ExecutorSection`, and the `check` of every other runtime refuses it. There are no entry points on purpose: a worker
+runs no code of third parties.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HostSettings:
-    """What all executors of a worker share."""
+    """What an executor needs to know of its worker."""
 
     socket_folder: Path
     """Where sockets are created; its path is short."""
@@ -45,7 +45,7 @@ class HostSettings:
     fork_server: ForkServer | None = None
     """Starts processes sooner."""
     health: ExecutorHealth | None = None
-    """Notes how the executor that these settings are for has started."""
+    """Notes how the executor has started."""
 
 
 class Runtime(Protocol):

@@ -52,9 +52,13 @@ class RoundTally:
     """Seconds from the last batch of the round before; None if this process has trained none."""
 
     def add(self, loss: float | None, samples: int, seconds: float, waited: float = 0.0) -> None:
-        """Add one batch: its mean loss, samples, and the seconds that it took and before it was in hand.
+        """Add one batch.
 
-        The loss is None if the batch has no labels.
+        Args:
+            loss: its mean loss; None if it has no labels.
+            samples: their number.
+            seconds: that it took to compute.
+            waited: seconds that its data was waited for.
         """
         self.data_wait += waited
         self.samples += samples

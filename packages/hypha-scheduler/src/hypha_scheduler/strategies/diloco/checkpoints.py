@@ -1,8 +1,8 @@
 """Checkpoints of a job: the last and the best loadable model of its rounds.
 
 A checkpoint is a directory as of the result, and another job may start from it. ``index.json`` beside them names the
-last and the best. As long as none is evaluated, a job that runs also keeps the last one that training has shown to be
-good. All of it runs in a thread, but for `evaluated`.
+last and the best. As long as no round is evaluated, a running job also keeps the newest checkpoint after which training
+went on without a worse loss. What writes or removes files runs in a thread.
 
 An evaluation is the mean over the workers that evaluate a round's weights. Each evaluates the merged weights on its
 share of the evaluation dataset, while the others train on. So the shares of a round arrive at any time; a round counts

@@ -54,7 +54,7 @@ def suspected_event(peer: PeerId, round_number: int, seconds: float) -> EmitEven
 
 
 def late_event(peer: PeerId, round_number: int, seconds: float) -> EmitEvent:
-    """Report that a round continues without a late worker, on which none counts until it reports again."""
+    """Report that a round continues without a late worker; no round waits for it until it reports again."""
     reason = f"the round continued without it after {seconds:.1f} s"
     return _silence_event("worker_late", reason, peer, round_number, seconds)
 
@@ -74,7 +74,7 @@ def continued_event(seconds: float, reason: str) -> EmitEvent:
 
 
 def refused_event(refused: RefusedRecord, count: int) -> EmitEvent:
-    """Report an update that does not count; of the worker `count` were refused by now."""
+    """Report an update that does not count, the `count`-th of its worker."""
     _REFUSED.add(1)
     fields = {"round": refused.round, "worker": str(refused.worker), "reason": refused.reason, "count": count}
     return EmitEvent("update_refused", fields)

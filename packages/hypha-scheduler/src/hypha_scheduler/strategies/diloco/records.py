@@ -11,7 +11,8 @@
     announced    the parameter server is told the members of a round
     round        a round is committed; the samples of its members are used
 
-The job runner writes those of what was handed out. Positions in a slice are those of its order (`slices.SampleSpan`).
+The job runner writes those of what was handed out. Positions in a slice are those of its order, see
+`sample_ledger.SampleSpan`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _PASSED_NAME: Final = re.compile("|".join(translate(pattern) for pattern in PASS
 TEMPORARY_FOLDER: Final = ".tmp"
 """Name of the folder for temporary files in a process's work directory."""
 JOB_JSON: Final = HIDDEN
-"""Placeholder whose value is replaced by its name wherever the output of the process shows it."""
+"""Placeholder of the task as JSON. Where the output of the process contains the value, the placeholder is shown."""
 SOCKET_PATH: Final = "{SOCKET_PATH}"
 WORK_DIR: Final = "{WORK_DIR}"
 JOB_FILE: Final = "{JOB_FILE}"

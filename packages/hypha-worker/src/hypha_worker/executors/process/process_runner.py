@@ -130,8 +130,8 @@ class ProcessRunner:
 
         Raises:
             ExecutionError: it cannot be started for this job, or its exit code is not 0.
-            ExecutorExitError: its exit code is not 0, and neither a signal nor a layer, nor the job or want of memory
-                as its code says, has ended it.
+            ExecutorExitError: its exit code is not 0, and it has ended by itself: by no signal or layer of isolation,
+                and with none of the codes for a fault of the job or a lack of memory.
             ExecutorStartError: it cannot be started at all.
             WorkReturnedError: it exited with `os.EX_IOERR`, which asks for the work to be done elsewhere.
         """
