@@ -156,21 +156,17 @@ def test_results_are_split_at_line_feeds_alone(tmp_path: Path) -> None:
     assert list(summary.examples) == [(text, text) for text in texts]
 
 
-def test_one_process_that_a_program_has_started_can_be_killed(tmp_path: Path) -> None:
+async def test_one_process_that_a_program_has_started_can_be_killed(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', 'the-word'])\n"
         "print('up', flush=True); sys.exit(child.wait() + 20)"
     )
-
-    async def run() -> None:
-        async with local_processes(tmp_path) as processes:
-            program = processes.start("program", [sys.executable, "-c", code])
-            with anyio.fail_after(30):
-                while "up" not in program.log.read_text():
-                    await anyio.sleep(0.01)
-                assert not processes.kill_descendant("program", "another-word")
-                assert processes.kill_descendant("program", "the-word")
-                assert await processes.wait(program) == 11
-
-    anyio.run(run, backend="trio")
+    async with local_processes(tmp_path) as processes:
+        program = processes.start("program", [sys.executable, "-c", code])
+        with anyio.fail_after(30):
+            while "up" not in program.log.read_text():
+                await anyio.sleep(0.01)
+            assert not processes.kill_descendant("program", "another-word")
+            assert processes.kill_descendant("program", "the-word")
+            assert await processes.wait(program) == 11

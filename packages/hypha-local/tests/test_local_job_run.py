@@ -168,54 +168,6 @@ def test_text_is_neither_wrapped_nor_parsed_as_markup() -> None:
     assert lines[1].endswith("pip install 'hypha-local[plot]'")
 
 
-CHANGES = {
-    "worker lost: …12D3a: its lease was not renewed": {
-        "event": "worker_lost",
-        "worker": "12D3a",
-        "reason": "its lease was not renewed",
-    },
-    "worker late: …12D3b, round 2: the round continued without it": {
-        "event": "worker_late",
-        "worker": "12D3b",
-        "round": 2,
-        "seconds": 31.24,
-        "reason": "the round continued without it",
-    },
-    "worker joined: …12D3c, round 3: it replaces 12D3a": {
-        "event": "worker_joined",
-        "worker": "12D3c",
-        "round": 3,
-        "member": 4,
-        "reason": "it replaces 12D3a",
-    },
-    "executor restarted: …12D3b, round 4: executor failed, exit code 75": {
-        "event": "worker_restarted",
-        "worker": "12D3b",
-        "round": 4,
-        "micro_batch": 8,
-        "reason": "executor failed, exit code 75\n  | MemoryError",
-    },
-    "worker replaced: …12D3d, aggregate: its lease was not renewed": {
-        "event": "worker_replaced",
-        "worker": "12D3d",
-        "role": "aggregate",
-        "reason": "its lease was not renewed",
-    },
-    "worker found: …12D3e, aggregate": {"event": "lease_added", "peer": "12D3e", "role": "aggregate", "seconds": 0.6},
-    "paused: 1 of at least 2 workers": {"event": "paused", "reason": "1 of at least 2 workers"},
-    "continued: 2 workers are there": {"event": "continued", "seconds": 12.5, "reason": "2 workers are there"},
-    "waiting for workers: train: 1 of 2 held": {"event": "shortage", "role": "train", "text": "1 of 2 held"},
-}
-
-
-@pytest.mark.parametrize(("line", "event"), CHANGES.items())
-def test_changes_of_the_members_are_shown_with_their_reasons(line: str, event: dict[str, Any]) -> None:
-    out = io.StringIO()
-    Display(Console(file=out), rounds=3).event(event)
-    [shown] = out.getvalue().splitlines()
-    assert shown.endswith(line)
-
-
 def test_peers_are_shown_by_their_names(tmp_path: Path) -> None:
     nodes = plan_nodes(1)
     folders = Folders(tmp_path / "run")

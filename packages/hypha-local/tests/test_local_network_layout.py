@@ -134,9 +134,8 @@ def test_evaluating_demo_announces_the_held_out_dataset(folders: Folders) -> Non
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
-def test_job_configuration_follows_the_task(tmp_path: Path, task: object) -> None:
-    folders, chosen = Folders(tmp_path / "run"), TASKS[task.name]  # type: ignore[attr-defined]
-    folders.make()
+def test_job_configuration_follows_the_task(folders: Folders, task: object) -> None:
+    chosen = TASKS[task.name]  # type: ignore[attr-defined]
     training = DemoTraining(workers=2, rounds=7, task=chosen)
     write_configuration(folders, plan_nodes(2), training, sys.executable)
     job = tomllib.loads((folders.configuration / "scheduler.toml").read_text())["scheduler"]["job"]

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -18,23 +19,19 @@ from hypha_local.executor_session import ExecutorSession
 from hypha_local.processes import child_environment, local_processes
 
 
-def test_no_child_outlives_its_context(tmp_path: Path) -> None:
+async def test_no_child_outlives_its_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     )
     children = []
-
-    async def main() -> None:
+    monkeypatch.setattr("hypha_local.processes.TERM_TIMEOUT", 0.5)
+    with pytest.raises(RuntimeError):
         async with local_processes(tmp_path) as processes:
             for name, code in (("polite", "import time; time.sleep(60)"), ("stubborn", stubborn)):
                 children.append(processes.start(name, [sys.executable, "-c", code]))
             while "up" not in children[1].log.read_text():
                 await anyio.sleep(0.01)
             raise RuntimeError("the run fails")
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
-        patch.setattr("hypha_local.processes.TERM_TIMEOUT", 0.5)
-        anyio.run(main, backend="trio")
     assert not any(is_alive(child.process.pid) for child in children)
     assert children[1].process.returncode == -signal.SIGKILL
 
@@ -86,17 +83,15 @@ for line in sys.stdin:
 """
 
 
-def _run(folder: Path, work: Callable[[ExecutorSession], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with local_processes(folder) as processes:
-            with anyio.fail_after(60):
-                await work(ExecutorSession(processes, folder, [sys.executable, "-c", PROGRAM]))
-
-    anyio.run(main, backend="trio")
+@asynccontextmanager
+async def open_session(folder: Path) -> AsyncIterator[ExecutorSession]:
+    async with local_processes(folder) as processes:
+        with anyio.fail_after(60):
+            yield ExecutorSession(processes, folder, [sys.executable, "-c", PROGRAM])
 
 
-def test_commands_are_executed_by_one_process(tmp_path: Path) -> None:
-    async def work(session: ExecutorSession) -> None:
+async def test_commands_are_executed_by_one_process(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
         first = (await session.run(["create"], timeout=30)).split()
         with pytest.raises(ProcessFailedError, match="fail ended with status 2: no such model"):
             await session.run(["fail", "no such model"], timeout=30)
@@ -104,11 +99,10 @@ def test_commands_are_executed_by_one_process(tmp_path: Path) -> None:
         assert (first[0], second[0]) == ("create", "evaluate")
         assert first[1] == second[1]
 
-    _run(tmp_path, work)
 
+async def test_commands_at_the_same_time_get_their_own_answers(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
 
-def test_commands_at_the_same_time_get_their_own_answers(tmp_path: Path) -> None:
-    async def work(session: ExecutorSession) -> None:
         async def ask(name: str) -> None:
             assert (await session.run([name], timeout=30)).split()[0] == name
 
@@ -116,23 +110,17 @@ def test_commands_at_the_same_time_get_their_own_answers(tmp_path: Path) -> None
             for number in range(5):
                 tasks.start_soon(ask, f"command-{number}")
 
-    _run(tmp_path, work)
 
-
-def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
-    async def work(session: ExecutorSession) -> None:
+async def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
         first = await session.run(["evaluate"], timeout=30)
         with pytest.raises(ProcessFailedError, match=r"(?s)exit ended with status 1; its last.*:\nout of memory"):
             await session.run(["exit", "out of memory"], timeout=30)
         assert await session.run(["evaluate"], timeout=30) != first
 
-    _run(tmp_path, work)
 
-
-def test_a_command_that_takes_too_long_is_killed_and_answers_no_other(tmp_path: Path) -> None:
-    async def work(session: ExecutorSession) -> None:
+async def test_a_command_that_takes_too_long_is_killed_and_answers_no_other(tmp_path: Path) -> None:
+    async with open_session(tmp_path) as session:
         with pytest.raises(ProcessFailedError, match=r"hang was not done within 0\.3 s"):
             await session.run(["hang"], timeout=0.3)
         assert (await session.run(["evaluate"], timeout=30)).startswith("evaluate")
-
-    _run(tmp_path, work)
