@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypha_proto.ids import PeerId
 from hypha_scheduler.audit.diloco import DilocoFindings, audit_records
 from support.diloco_network import Network
 from support.diloco_simulation import START, digest_of
@@ -73,7 +72,7 @@ def check_ledger(network: Network, used: set[Position]) -> None:
         return
     ledger = running.training.slices
     spans = list(ledger.available)
-    for peer in _holders(network):
+    for peer in network.nodes:
         spans += ledger.held_by(peer)
         for number in range(1, network.table.rounds.update_rounds + 2):
             spans += ledger.contribution(peer, number) or ()
@@ -87,10 +86,6 @@ def check_ledger(network: Network, used: set[Position]) -> None:
         for at in range(size or 0)
     }
     assert used | set(held) == everything, "a sample was lost"
-
-
-def _holders(network: Network) -> list[PeerId]:
-    return list(network.nodes)
 
 
 def check_waits(network: Network, longest: float) -> None:

@@ -9,7 +9,7 @@ updates so far. `diloco_invariants` checks what must hold afterwards.
 from __future__ import annotations
 
 import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +38,11 @@ from hypha_scheduler.strategies.diloco.restore import restore
 from hypha_scheduler.strategies.diloco.running_job import TrainingData
 from hypha_scheduler.strategies.diloco.specs import AGGREGATE, TRAIN
 from support.diloco_processes import ParameterServer, Process, Training
-from support.diloco_scheduler import LEASE, Context, NotRunning, Scheduler, SchedulerDied
+from support.diloco_scheduler import LEASE, NotRunning, Scheduler, SchedulerDied
 from support.diloco_simulation import (
     SCHEDULER,
     START,
+    FakeContext,
     FakeDataset,
     FakeResult,
     job_table,
@@ -226,7 +227,7 @@ class Node:
 
 @dataclass(eq=False)
 class Network:
-    """Everything of one job; `on_phase` is called at each point that a process reaches, `on_record` after a record."""
+    """Everything of one job; `on_phase` is called at each point that a process reaches."""
 
     seed: int = 0
     table: DilocoJobConfig = field(default_factory=job_table)
@@ -242,7 +243,6 @@ class Network:
     one batch at a time, and wait."""
     dataset: FakeDataset = field(default_factory=FakeDataset)
     on_phase: Callable[[str, Process], None] = lambda phase, process: None
-    on_record: Callable[[str], None] = lambda kind: None
     during: Callable[[Network], Coroutine[Any, Any, None]] | None = None
     """Runs beside the job."""
     downtime: Callable[[Random], float] = lambda random: random.uniform(0.5, 5.0)
@@ -280,10 +280,8 @@ class Network:
         """Round, term and members of each outer update, by its digest."""
         self.momenta: dict[str, str] = {}
         self.record_times: list[tuple[float, str, int | None]] = []
-        self.trained_at: defaultdict[PeerId, list[float]] = defaultdict(list)
         self.absences: list[tuple[float, float]] = []
         """Times from and to which there was no scheduler."""
-        self.ended_at = 0.0
         self._number = 0
         self._scope: anyio.CancelScope | None = None
         for position in range(self.workers):
@@ -319,7 +317,7 @@ class Network:
     def end(self, outcome: str) -> None:
         """End the job."""
         if self.outcome is None:
-            self.outcome, self.ended_at = outcome, anyio.current_time()
+            self.outcome = outcome
             assert self._scope is not None
             self._scope.cancel()
 
@@ -330,10 +328,6 @@ class Network:
     def written(self, kind: str) -> None:
         record = self.journal[-1]
         self.record_times.append((anyio.current_time(), kind, record.get("round")))
-        self.on_record(kind)
-
-    def trained(self, training: Training) -> None:
-        self.trained_at[training.peer].append(anyio.current_time())
 
     def merged(self, training: Training, weights: str) -> None:
         found = self.weights_after(training.executor.round)
@@ -378,7 +372,7 @@ class Network:
         result.restore(restored.closed, restored.weights)
         source = PeersReference(peers=(SCHEDULER,), strategy=One())
         data = TrainingData(self.dataset, source, result, manifest_digest=START, model_digest=START)  # type: ignore[arg-type]
-        context = Context(self)
+        context = FakeContext()
         operator = DilocoOperator(self.table, context, data, restored, anyio.current_time())  # type: ignore[arg-type]
         async with anyio.create_task_group() as tasks:
             self._scheduler_scope = tasks.cancel_scope

@@ -347,7 +347,6 @@ class Training(Process):
     received: set[tuple[int, str]] = field(default_factory=set)
     arrived: anyio.Event = field(default_factory=anyio.Event)
     pushing: anyio.CancelScope | None = None
-    has_joined: bool = False
 
     def __post_init__(self) -> None:
         self.server, self.term = self.config.updates.peers[0], self.config.term or 0  # type: ignore[union-attr]
@@ -367,7 +366,6 @@ class Training(Process):
                 return TaskEnded(TaskState.FINISHED)
         elif self.executor.round > 1:
             self.executor.weights = await self.pull(artifact_dataset(JOB_ID, WEIGHTS)) or START
-        self.has_joined = True
         while True:
             if not await self.train():
                 return TaskEnded(TaskState.FINISHED)
@@ -423,7 +421,6 @@ class Training(Process):
                 raise NotRunning
             left = getattr(answer, "counter", None)
             executor.left = left if left is not None else (None if executor.left is None else executor.left - 1)
-            self.network.trained(self)
         return True
 
     async def train_batch(self) -> tuple[dict[str, int], int]:
@@ -447,7 +444,6 @@ class Training(Process):
                 counts, samples = await self.train_batch()
                 seconds = anyio.current_time() - began
                 await reports.add(TrainedBatch(batch_size=samples, slices=counts, batch_ms=1000 * seconds))
-                self.network.trained(self)
             reports.check()
         finally:
             reports.scope.cancel()

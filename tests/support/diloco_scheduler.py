@@ -6,7 +6,6 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -31,11 +30,7 @@ from hypha_scheduler.strategies.base import (
     WriteJournal,
 )
 from hypha_scheduler.strategies.diloco.operator import DilocoOperator
-from support.diloco_simulation import (
-    JOB_ID,
-    SCHEDULER,
-    FakeResult,
-)
+from support.diloco_simulation import FakeContext, FakeResult
 
 if TYPE_CHECKING:
     from support.diloco_network import Network
@@ -54,31 +49,13 @@ class NotRunning(Exception):
     """The scheduler knows no such task, or the task is over."""
 
 
-@dataclass
-class Context:
-    """What the operator uses of the scheduler."""
-
-    network: Network
-    notices: list[tuple[str, object]] = field(default_factory=list)
-    directory: Path = Path("/run")
-    job_id: uuid.UUID = JOB_ID
-    scheduler: PeerId = SCHEDULER
-    first_attempt: int = 0
-
-    def reaches(self, dataset: str) -> bool:
-        return True
-
-    def notify(self, name: str, message: object = None) -> None:
-        self.notices.append((name, message))
-
-
 @dataclass(eq=False)
 class Scheduler:
     """One run of the scheduler: carries out the operator's effects as the job runner does."""
 
     network: Network
     operator: DilocoOperator
-    context: Context
+    context: FakeContext
     result: FakeResult
     tasks: anyio.abc.TaskGroup
     held: dict[uuid.UUID, Lease] = field(default_factory=dict)

@@ -233,12 +233,6 @@ class ParameterServer:
         self.members = message
         return CommandAnswer(0, accepted=True)
 
-    @property
-    def missing(self) -> list[PeerId]:
-        """Members whose updates have not arrived."""
-        members = () if self.members is None else self.members.members
-        return [member.peer for member in members if (self.round, member.peer) not in self.updates]
-
     def step(self) -> PushHeader:
         """Average the updates that are there."""
         assert self.members is not None
@@ -330,10 +324,6 @@ class Executor:
         self.used, self.left, self.sent, self.is_waiting = [], None, None, False
 
 
-class SchedulerDied(Exception):
-    """The scheduler has died after a record."""
-
-
 @dataclass
 class Job:
     """A job with its journal; effects are carried out as the runner does."""
@@ -366,19 +356,10 @@ class Job:
     told: dict[PeerId, ChangeServer] = field(default_factory=dict)
     """What each worker was told last of another parameter server."""
     holds_messages: bool = False
-    dies_after: int | None = None
-    """Number of records after which the scheduler dies."""
 
     def write(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Write a record to the journal.
-
-        Raises:
-            SchedulerDied: it was the last one.
-        """
+        """Write a record to the journal."""
         self.journal.append({"record": kind, **fields})
-        if self.dies_after is not None and len(self.journal) >= self.dies_after:
-            self.dies_after = None
-            raise SchedulerDied
 
     def open(self) -> None:
         """Begin with what the journal says."""
