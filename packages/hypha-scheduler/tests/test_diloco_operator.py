@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.diloco_invariants import positions
 from support.diloco_simulation import (
     BATCH,
     DATASET,
@@ -74,13 +75,7 @@ def members(job: Job, number: int = 1) -> list[str]:
 
 def used(job: Job) -> list[tuple[int, int, int]]:
     """Return every sample that a record names, as epoch, slice and position."""
-    return [
-        (epoch, index, position)
-        for record in job.rounds
-        for member in record["members"]
-        for epoch, index, first, end in member["ranges"]
-        for position in range(first, end)
-    ]
+    return [each for record in job.rounds for member in record["members"] for each in positions(member["ranges"])]
 
 
 # -------------------------------------------------------------------------------------------------------------- records
@@ -193,10 +188,6 @@ async def test_second_update_of_a_round_is_refused(job: Job) -> None:
     assert "has stated an update of round 1 with digest" in reason
 
 
-def positions(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int]]:
-    return [(epoch, index, at) for epoch, index, first, end in ranges for at in range(first, end)]
-
-
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -213,11 +204,15 @@ async def test_update_that_the_parameter_server_refuses_costs_its_round() -> Non
     assert str(A) in members(job, 2)
 
 
-async def refuse_in_three_rounds(job: Job) -> None:
+async def refuse_in_two_rounds(job: Job) -> None:
     for _ in range(2):
         job.hand_in(*WORKERS)
         job.refuse(A)
         await job.finish_round(*WORKERS)
+
+
+async def refuse_in_three_rounds(job: Job) -> None:
+    await refuse_in_two_rounds(job)
     train(job, *WORKERS)
     job.state(A, ranges=FOREIGN)
 
@@ -277,8 +272,6 @@ async def test_missing_update_is_no_refusal() -> None:
 
 
 async def test_record_waits_until_the_parameter_server_says_who_is_a_member() -> None:
-    import anyio
-
     job = begin()
     job.hand_in(*WORKERS)
     job.holds_messages = True
@@ -421,9 +414,7 @@ async def test_worker_that_fetches_the_weights_is_counted(job: Job) -> None:
 
 
 async def test_a_round_is_closed_by_the_report_of_a_worker_without_labels(job: Job) -> None:
-    for peer in (A, B, C):
-        train(job, peer)
-        job.contribute(peer)
+    job.hand_in(*WORKERS)
     assert await job.push() is None
     for peer, loss in ((B, {"loss": 0.5}), (C, {"loss": 0.5}), (A, {})):
         assert job.named("round") == []
@@ -452,8 +443,6 @@ async def test_summary_adds_up_where_the_time_of_a_worker_has_gone(job: Job) -> 
 
 
 async def test_job_pauses_while_the_weights_find_no_room() -> None:
-    import anyio
-
     job = begin(rounds={"update_rounds": 3, "timeout": 60.0})
     job.hand_in(*WORKERS)
     job.result.errors = [OSError(errno.ENOSPC, "No space left on device")] * 3
@@ -512,10 +501,7 @@ async def test_resumed_job_that_had_all_rounds_just_finishes() -> None:
 
 async def test_refusals_before_a_restart_count() -> None:
     job = begin(rounds={"update_rounds": 5}, resources={"num_workers": 3, "min_workers": 2})
-    for _ in range(2):
-        job.hand_in(*WORKERS)
-        job.refuse(A)
-        await job.finish_round(*WORKERS)
+    await refuse_in_two_rounds(job)
     job.open()
     job.adopt()
     job.hand_in(*WORKERS)

@@ -43,9 +43,9 @@ pytestmark = pytest.mark.virtual_clock
 OpenJob = Callable[..., Any]
 
 
-def journal(lab: Lab) -> list[dict[str, Any]]:
-    [path] = (lab.service.host.runs).glob(f"*/{JOURNAL}")
-    return read_journal(path)
+def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
+    [path] = lab.service.host.runs.glob(f"*/{EVENTS}")
+    return [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
 
 
 async def test_raised_count_finds_leases_that_are_delivered_one_by_one(open_jobs: OpenJobs) -> None:
@@ -58,7 +58,7 @@ async def test_raised_count_finds_leases_that_are_delivered_one_by_one(open_jobs
         assert {lease.peer for [lease] in found} == {worker.endpoint.peer_id for worker in lab.workers}
         await lab.finish(operator)
         assert [len(worker.released) for worker in lab.workers] == [1, 1, 1]
-    kinds = [record["record"] for record in journal(lab)]
+    kinds = [record["record"] for record in read_journal(operator.context.directory / JOURNAL)]
     assert kinds == ["accepted", "placed", "leased", "leased", "finished"]
 
 
@@ -183,24 +183,18 @@ async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(open_job
     async with open_jobs(ScriptedStrategy(demand=[demand]), workers=2) as lab:
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=100.0))
         await anyio.sleep(2.0)
-        [first] = shortages(lab)
+        [first] = events(lab, "shortage")
         assert (first["role"], first["held"], first["wanted"], first["minimum"]) == ("train", 2, 4, 3)
         assert first["text"] == "2 of 4 held, 1 more needed; 2 of 2 suitable"
         await anyio.sleep(70.0)
-        assert [each["text"] for each in shortages(lab)] == [first["text"]] * 3
+        assert [each["text"] for each in events(lab, "shortage")] == [first["text"]] * 3
         operator.demand = (role(count=4, minimum=2, early=True, settle=2.0),)
         operator.refresh()
         await operator.until("acquired")
-        before = len(shortages(lab))
+        before = len(events(lab, "shortage"))
         await anyio.sleep(200.0)  # it could grow, but waits for nobody
-        assert len(shortages(lab)) <= before + 1
+        assert len(events(lab, "shortage")) <= before + 1
         await lab.finish(operator)
-
-
-def shortages(lab: Lab) -> list[dict[str, Any]]:
-    [path] = (lab.service.host.runs).glob(f"*/{EVENTS}")
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return [event for event in events if event["event"] == "shortage"]
 
 
 async def test_lost_lease_is_replaced_while_the_demand_stays(open_job: OpenJob) -> None:
@@ -447,11 +441,6 @@ async def test_a_smaller_demand_spares_the_lease_of_a_task_that_is_about_to_star
         assert await operator.until("update") == [(task, TaskStarted())]
         await lab.worker(idle).until(lambda: lab.worker(idle).released)
         assert lab.worker(newest).released == []
-
-
-def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
-    [path] = lab.service.host.runs.glob("*/metrics.jsonl")
-    return [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == kind]
 
 
 async def test_operator_hears_once_of_each_lease_that_it_holds(open_jobs: OpenJobs) -> None:

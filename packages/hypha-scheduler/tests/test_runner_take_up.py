@@ -43,8 +43,9 @@ from hypha_scheduler.strategies.base import (
     TaskStarted,
     WriteJournal,
 )
-from hypha_scheduler.submission.client import SchedulerEndedError, socket_path, submit_job
 from hypha_scheduler.submission.resumption import ResumableJob, find_jobs_to_take_up
+
+pytestmark = pytest.mark.virtual_clock
 
 GRACE = 120.0
 
@@ -108,7 +109,6 @@ def grace_ms(lab: Lab, lease: Lease) -> int | None:
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-@pytest.mark.virtual_clock
 async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> None:
     strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
     async with open_jobs(strategy) as lab:
@@ -147,7 +147,6 @@ async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> No
         assert kinds[-1] == "finished"
 
 
-@pytest.mark.virtual_clock
 async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJobs) -> None:
     """A report answered with an error would end the executor; a push or an end that gets lost could not count."""
     opening = anyio.Event()
@@ -193,7 +192,6 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
         await lab.finish(second)
 
 
-@pytest.mark.virtual_clock
 async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
     """One worker has ended its lease, another one cannot be reached: the job goes on with the third, and searches."""
     strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
@@ -215,7 +213,6 @@ async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
         await lab.finish(second)
 
 
-@pytest.mark.virtual_clock
 async def test_a_task_that_had_not_begun_is_not_adopted(open_jobs: OpenJobs) -> None:
     """Its worker may have got the definition: the lease is released, and the search begins anew."""
     strategy = ScriptedStrategy(demand=[role(minimum=1)])
@@ -242,7 +239,6 @@ async def test_a_task_that_had_not_begun_is_not_adopted(open_jobs: OpenJobs) -> 
         await lab.finish(second)
 
 
-@pytest.mark.virtual_clock
 async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs) -> None:
     class Refusing(ScriptedStrategy):
         def open(self, job: Any, context: JobContext, journal: Any) -> Any:
@@ -268,7 +264,6 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.virtual_clock
 async def test_no_worker_is_told_that_an_interrupted_job_is_over(
     open_jobs: OpenJobs, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -306,7 +301,6 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
         assert isinstance(answers[0], NetError)
 
 
-@pytest.mark.virtual_clock
 async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_tasks(open_jobs: OpenJobs) -> None:
     class Hanging(ScriptedStrategy):
         @asynccontextmanager
@@ -335,7 +329,6 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
         await lab.finish(third)
 
 
-@pytest.mark.virtual_clock
 async def test_a_second_restart_finds_the_tasks_too(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy(demand=[role(count=2, minimum=2)])
     async with open_jobs(strategy) as lab:
@@ -351,7 +344,6 @@ async def test_a_second_restart_finds_the_tasks_too(open_jobs: OpenJobs) -> None
         await lab.finish(again)
 
 
-@pytest.mark.virtual_clock
 async def test_tasks_end_with_a_scheduler_that_is_cancelled(open_jobs: OpenJobs, tmp_path: Path) -> None:
     """SIGINT, or a second SIGTERM: the leases are released, and the job is not taken up by itself, but can resume."""
     strategy = ScriptedStrategy(demand=[role(minimum=1)])
@@ -369,7 +361,6 @@ async def test_tasks_end_with_a_scheduler_that_is_cancelled(open_jobs: OpenJobs,
         assert await lab.service.take_up(tmp_path / "runs", []) == []
 
 
-@pytest.mark.virtual_clock
 async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_jobs: OpenJobs) -> None:
     strategy = ScriptedStrategy(demand=[role(minimum=1)])
     async with open_jobs(strategy) as lab:
@@ -386,7 +377,6 @@ async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_j
         await lab.finish(resumed)
 
 
-@pytest.mark.virtual_clock
 async def test_leases_that_cannot_live_any_more_are_left_to_resume(
     open_jobs: OpenJobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,7 +394,6 @@ async def test_leases_that_cannot_live_any_more_are_left_to_resume(
         assert f"hypha-scheduler resume {directory} --config FILE" in caplog.text
 
 
-@pytest.mark.virtual_clock
 async def test_a_running_job_marks_its_journal(open_jobs: OpenJobs) -> None:
     """A long round has no records; its leases are young all the same."""
     strategy = ScriptedStrategy(demand=[role(minimum=1)])
@@ -421,30 +410,6 @@ async def test_a_running_job_marks_its_journal(open_jobs: OpenJobs) -> None:
 # ------------------------------------------------------------------------------------------------- the whole scheduler
 
 
-async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, runs: Path) -> None:
-    strategy = ScriptedStrategy(demand=[role(minimum=1)])
-    heard: list[str] = []
-
-    def wait_for_end() -> None:
-        with pytest.raises(SchedulerEndedError) as caught:
-            answers = submit_job(socket_path(runs), {"type": "scripted", "grace": GRACE}, detach=False)
-            heard.extend(json.dumps(each.answer) for each in answers if each.answer is not None)
-        heard.append(str(caught.value))
-
-    async with open_jobs(strategy, real_time=True) as lab:
-        scheduler = ServedScheduler(lab, runs)
-        await scheduler.is_up()
-        async with anyio.create_task_group() as client:
-            client.start_soon(anyio.to_thread.run_sync, wait_for_end)
-            operator: QuietOperator = await strategy.operator()
-            await operator.until("acquired")
-            await scheduler.terminate()
-        assert "accepted" in heard[0]
-        assert heard[1].startswith(f"job {operator.context.job_id} was interrupted: the scheduler was stopped before")
-        assert "start the scheduler again until then, or later continue it with `hypha-scheduler resume" in heard[1]
-
-
-@pytest.mark.virtual_clock
 async def test_a_configured_job_that_is_taken_up_does_not_run_twice(open_jobs: OpenJobs, runs: Path) -> None:
     """The jobs of a configuration run in their order: the first one had ended when the scheduler was stopped."""
     strategy = ScriptedStrategy(demand=[role(minimum=1)])

@@ -24,7 +24,14 @@ from hypha_scheduler.errors import JobCancelledError, JobFailedError
 from hypha_scheduler.jobs.unfinished import QUEUED
 from hypha_scheduler.strategies.base import BY_OWNER, Effects, EndJob, JobContext
 from hypha_scheduler.submission.active_jobs import ActiveJob
-from hypha_scheduler.submission.client import JobCommandError, attach_job, send_command, socket_path, submit_job
+from hypha_scheduler.submission.client import (
+    JobCommandError,
+    SchedulerEndedError,
+    attach_job,
+    send_command,
+    socket_path,
+    submit_job,
+)
 from hypha_scheduler.submission.queue_files import read_queue, write_queued
 
 
@@ -159,6 +166,28 @@ async def test_jobs_that_waited_wait_again_in_their_order_after_a_restart(open_j
             await anyio.sleep(0.02)
         ended = await again.states(every=True)
         assert ended == {"one": "interrupted", "two": "finished", "three": "finished"}
+
+
+async def test_the_client_of_an_interrupted_job_is_told(open_jobs: OpenJobs, runs: Path) -> None:
+    heard: list[str] = []
+
+    def wait_for_end() -> None:
+        with pytest.raises(SchedulerEndedError) as caught:
+            answers = submit_job(socket_path(runs), {"type": "scripted", "grace": 120.0}, detach=False)
+            heard.extend(json.dumps(each.answer) for each in answers if each.answer is not None)
+        heard.append(str(caught.value))
+
+    async with open_jobs(real_time=True) as lab:
+        scheduler = ServedScheduler(lab, runs)
+        await scheduler.is_up()
+        async with anyio.create_task_group() as client:
+            client.start_soon(anyio.to_thread.run_sync, wait_for_end)
+            operator: QuietOperator = await lab.strategy.operator()
+            await operator.until("acquired")
+            await scheduler.terminate()
+        assert "accepted" in heard[0]
+        assert heard[1].startswith(f"job {operator.context.job_id} was interrupted: the scheduler was stopped before")
+        assert "start the scheduler again until then, or later continue it with `hypha-scheduler resume" in heard[1]
 
 
 async def test_no_more_jobs_wait_than_the_queue_takes(open_jobs: OpenJobs, runs: Path) -> None:

@@ -257,16 +257,11 @@ def test_what_a_worker_gives_back_starts_again_after_a_pause_that_grows() -> Non
     pauses = []
     now = 0.0
     for _ in range(4):
-        assert not started(op.on_task_update(task, TaskEnded(TaskState.CANCELLED, "its disk is full"), now))
-        begun: dict[str, TaskRef] = {}
         ended = now
-        while not begun:
-            at = op.next_deadline()
-            assert at is not None
-            now = at
-            begun = started(op.on_deadline(now))
+        effects = op.on_task_update(task, TaskEnded(TaskState.CANCELLED, "its disk is full"), ended)
+        assert not started(effects)
+        task, now = until_started(op, effects)
         pauses.append(now - ended)
-        task = begun["a"]
     assert pauses == [3.5, 1.0, 2.0, 4.0], "at first another worker is sought after it"
 
 
@@ -322,9 +317,9 @@ def test_progress_is_told_at_most_every_few_seconds_and_the_last_with_the_end() 
     op, task = one_task()
 
     def told(effects: Effects) -> list[dict[str, object]]:
-        events = [event for event in of_kind(EmitEvent, effects) if event.name == "task_progress"]
-        assert all(event.fields["worker"] == str(a_peer(1)) for event in events)
-        return [{key: event.fields.get(key) for key in ("fraction", "message", "metrics")} for event in events]
+        found = events(effects, "task_progress")
+        assert all(fields["worker"] == str(a_peer(1)) for fields in found)
+        return [{key: fields.get(key) for key in ("fraction", "message", "metrics")} for fields in found]
 
     said: list[dict[str, object]] = []
     for tenth in range(120):
@@ -542,8 +537,8 @@ def test_what_is_not_as_its_worker_reported_is_made_again_at_once() -> None:
     [fetch] = of_kind(RunInBackground, finish(op, task))
     effects = op.on_effect_result(fetch.tag, ContentMismatchError("another digest"), 2.0)
     assert started(effects)["a"].attempt == 2
-    [lost] = [event for event in of_kind(EmitEvent, effects) if event.name == "output_lost"]
-    assert lost.fields["reason"] == "another digest"
+    [lost] = events(effects, "output_lost")
+    assert lost["reason"] == "another digest"
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), NoSpaceError("disk full")])
@@ -785,15 +780,11 @@ def test_a_restarted_job_does_not_run_again_what_has_finished() -> None:
     journal += effects
     third = operator(*tasks, journal=journal)
     assert list(started(third.on_leases_acquired([a_lease(3)], 0.0))) == ["a"]
-    assert failure(op_fails(second, again["b"], effects)) == "task b failed after 2 attempts: x"
-
-
-def op_fails(op: TasksOperator, b: TaskRef, effects: Effects) -> Effects:
-    """Let the task b of a restarted operator be stopped for a, run again and fail."""
     [stop] = of_kind(StopTask, effects)
-    a = started(op.on_task_update(b, TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
-    b = started(finish(op, a))["b"]
-    return op.on_task_update(b, TaskEnded(TaskState.FAILED, "x"), 5.0)
+    a = started(second.on_task_update(again["b"], TaskEnded(TaskState.CANCELLED, stop.reason), 3.0))["a"]
+    b = started(finish(second, a))["b"]
+    effects = second.on_task_update(b, TaskEnded(TaskState.FAILED, "x"), 5.0)
+    assert failure(effects) == "task b failed after 2 attempts: x"
 
 
 def test_a_journal_of_other_tasks_is_refused() -> None:
@@ -859,8 +850,8 @@ def test_the_result_lists_tasks_in_the_users_order_with_what_they_made() -> None
     }
 
 
-def lines_run(call: Callable[[], object]) -> int:
-    """Return how many lines of Python a call runs: a measure of work that no other process disturbs."""
+def lines_run(call: Callable[[], Effects]) -> tuple[int, Effects]:
+    """Return how many lines of Python a call runs, and its result: a measure of work that no other process disturbs."""
     count = 0
 
     def trace(_frame: object, event: str, _argument: object) -> Any:
@@ -871,14 +862,10 @@ def lines_run(call: Callable[[], object]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        call()
+        effects = call()
     finally:
         sys.settrace(before)
-    return count
-
-
-def finish_into(effects: list[Effect], op: TasksOperator, task: TaskRef) -> None:
-    effects += finish(op, task)
+    return count, effects
 
 
 def test_the_end_of_one_of_many_consumers_costs_no_look_at_all_of_them() -> None:
@@ -886,8 +873,8 @@ def test_the_end_of_one_of_many_consumers_costs_no_look_at_all_of_them() -> None
     task = started(finish(op, started(op.on_leases_acquired([a_lease()], 0.0))["a"])).popitem()[1]
     counts = []
     for _ in range(900):
-        effects: list[Effect] = []
-        counts.append(lines_run(partial(finish_into, effects, op, task)))
+        count, effects = lines_run(partial(finish, op, task))
+        counts.append(count)
         [task] = started(effects).values()
     assert max(counts[-100:]) < 2 * max(counts[:100])
 
