@@ -7,6 +7,7 @@ from typing import Any
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
+from hypha_net.endpoint import Endpoint
 from hypha_proto.ids import PeerId
 from support.authority import Authority
 
@@ -18,6 +19,15 @@ def open_gateway(authority: Authority, **changes: Any) -> AbstractAsyncContextMa
     """Open a gateway of an organisation; `changes` are those to its settings."""
     settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", **changes)
     return open_endpoint(authority.identity("gateway", "gateway"), settings)
+
+
+def open_node(
+    authority: Authority, name: str, role: str | None = None, gateway: Endpoint | None = None, **changes: Any
+) -> AbstractAsyncContextManager[Libp2pEndpoint]:
+    """Open a node of an organisation, which connects to `gateway`; `changes` are those to its settings."""
+    if gateway is not None:
+        changes["gateway_addresses"] = (gateway.addresses[0],)
+    return open_endpoint(authority.identity(name, role), EndpointSettings(**changes))
 
 
 async def check_echo(node: Libp2pEndpoint, peer: PeerId) -> None:

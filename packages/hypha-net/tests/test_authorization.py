@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from support.endpoint_helpers import next_event
 from support.gateways import LOOPBACK, open_gateway
 from support.waiting import until
 
@@ -97,8 +98,7 @@ async def test_a_request_is_accepted_only_from_its_role(
                 return
             with pytest.raises((RequestError, UnreachableError)):
                 await ask_for_renewal(asking, worker)
-            refused = await anext(events)
-        assert isinstance(refused, PeerRejected)
+            refused = await next_event(events, PeerRejected)
         assert (refused.peer, refused.reason) == (asking.peer_id, "role")
         assert "RenewLease may be sent by a scheduler only" in refused.detail
         assert (role or "no role") in refused.detail
@@ -161,8 +161,7 @@ async def test_a_gateway_forwards_advertisements_of_schedulers_only(authority: A
         await until(lambda: worker.peer_id in gateway.topic_peers(WORKER_REQUESTS_TOPIC))
         with gateway.events.follow(GossipDropped) as lost:
             await rogue.publish(WORKER_REQUESTS_TOPIC, b"bid for me")
-            dropped = await anext(lost)
-        assert isinstance(dropped, GossipDropped)
+            dropped = await next_event(lost, GossipDropped)
         assert (dropped.reason, dropped.source) == ("role", rogue.peer_id)
         await scheduler.publish(WORKER_REQUESTS_TOPIC, b"real")
         message = await anext(heard)

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
-from support.endpoint_helpers import echo_at_once
+from support.endpoint_helpers import echo_at_once, next_event
 from support.gateways import ECHO, LOOPBACK, open_gateway
 from support.waiting import until
 
@@ -279,8 +279,7 @@ async def test_direct_connection_replaces_the_circuit(authority: Any, short_grac
                 await held.send_all(b"through the gateway")
                 assert await held.receive_some() == b"through the gateway"
                 await held.aclose()
-                event = await anext(aiter(ended))
-                assert isinstance(event, CircuitEnded)
+                event = await next_event(ended, CircuitEnded)
                 assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "done")
                 await until(lambda: connection_count(one, two) == connection_count(two, one) == 1)
                 assert hop._circuits.total() == 0

@@ -15,7 +15,7 @@ import pytest
 import trio.testing
 from multiaddr import Multiaddr
 from pydantic import ValidationError
-from support.endpoint_helpers import echo_at_once
+from support.endpoint_helpers import echo_at_once, next_event
 from support.gateways import ECHO, LOOPBACK, check_echo, open_gateway
 from support.loopback_ports import free_port
 from support.waiting import until
@@ -226,8 +226,7 @@ async def test_gateway_is_found_by_its_records_and_again_after_they_change(autho
         leaf = {"gateway_addresses": ("/dnsaddr/gw.example",)}
         async with opened(authority, "leaf", server, **leaf) as node:
             with node.events.follow(DialFinished) as dials:
-                told = await anext(aiter(dials))
-            assert isinstance(told, DialFinished)
+                told = await next_event(dials, DialFinished)
             assert (told.address, told.outcome) == ("/dnsaddr/gw.example", "unreachable")
             assert "no TXT record" in told.reason
             for _ in range(2):
@@ -250,8 +249,7 @@ async def test_named_peer_is_dialled_among_several_behind_a_name(authority: Any)
             server.records["all.example"] = [f"dnsaddr={node.addresses[0]}" for node in (one, two)]
             with asking.events.follow(DialFinished) as dials:
                 assert await asking.connect(f"/dnsaddr/all.example/p2p/{two.peer_id}") == two.peer_id
-                told = await anext(aiter(dials))
-            assert isinstance(told, DialFinished)
+                told = await next_event(dials, DialFinished)
             assert told.outcome == "connected"
             assert list(asking.connected_peers()) == [two.peer_id]
             await check_echo(asking, two.peer_id)

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 import anyio
 import pytest
-from support.endpoint_helpers import read_all
+from support.endpoint_helpers import next_event, read_all
 from support.waiting import until
 
 from hypha_net.endpoint import Endpoint, GossipMessage, Stream
@@ -310,8 +310,7 @@ async def test_connects_and_disconnects_emit_events(opener: Opener) -> None:
             assert await anext(aiter(at_one)) == Connected(two.peer_id, "inbound")
             await two.disconnect(one.peer_id)
             for told, peer in ((at_one, two.peer_id), (at_two, one.peer_id)):
-                event = await anext(aiter(told))
-                assert isinstance(event, Disconnected)
+                event = await next_event(told, Disconnected)
                 assert event.peer == peer
 
 

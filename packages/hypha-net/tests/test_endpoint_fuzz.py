@@ -10,7 +10,6 @@ import json
 import random
 import subprocess
 import sys
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from libp2p.kad_dht.pb.kademlia_pb2 import Message as KadMessage
 from libp2p.pubsub.pb.rpc_pb2 import RPC
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
 from support import fuzz_target
+from support.endpoint_helpers import push_header
 from support.mutation import mutated
 from support.process_ready import first_line
 from support.waiting import run
@@ -33,12 +33,11 @@ from support.waiting import run
 from hypha_net import EndpointSettings, open_endpoint, rpc
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net.errors import NetError
-from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_cbor
 from hypha_proto.health import HEALTH_CHECK, Health, HealthRequest
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH, TASKS
-from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
+from hypha_proto.transfer import PullRequest, PushHeader
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -69,16 +68,7 @@ def valid_messages(peer: PeerId) -> Iterator[tuple[str, bytes]]:
             yield entry["protocol"], data
         if entry["name"].startswith("WorkerFrame"):
             yield TASKS, fuzz_target.SUBSCRIBE + len(data).to_bytes(4, "little") + data
-    push = PushHeader(
-        attempt=AttemptId(uuid.UUID(int=1), "train", 0),
-        round=1,
-        kind=PSEUDO_GRADIENT,
-        name="x",
-        size=100,
-        digest="blake3:" + "00" * 32,
-        scheduler=PeerId.from_public_key(bytes(32)),
-    )
-    yield PUSH, with_length(to_cbor(PushHeader, push)) + bytes(100)
+    yield PUSH, with_length(to_cbor(PushHeader, push_header(100, "blake3:" + "00" * 32))) + bytes(100)
     yield PULL, with_length(to_cbor(PullRequest, PullRequest(dataset="d", index=1)))
     yield "/ipfs/ping/1.0.0", bytes(range(32))
     identify = Identify(

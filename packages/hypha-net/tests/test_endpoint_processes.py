@@ -19,6 +19,7 @@ import anyio.to_thread
 import psutil
 import pytest
 import trio
+from support.endpoint_helpers import next_event
 from support.gateways import ECHO, LOOPBACK
 from support.process_ready import first_line
 from support.waiting import until
@@ -151,8 +152,7 @@ async def test_a_suspended_gateway_is_detected_and_nodes_reconnect_when_it_resum
             gateway.process.send_signal(signal.SIGSTOP)
             stopped = anyio.current_time()
             with anyio.fail_after(SILENT + 10):
-                ended = await anext(events)
-        assert isinstance(ended, Disconnected)
+                ended = await next_event(events, Disconnected)
         assert (ended.peer, ended.reason) == (gateway.peer, "the peer is silent")
         assert not leaf.addresses
         await anyio.sleep(max(0.0, stopped + 50 - anyio.current_time()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import socket
 import ssl
-import uuid
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -20,7 +19,7 @@ import pytest
 import trio.testing
 from libp2p.custom_types import TProtocol
 from multiaddr import Multiaddr
-from support.endpoint_helpers import echo, read_all
+from support.endpoint_helpers import accept_pushes, echo, next_event, push_header, read_all
 from support.gateways import ECHO, LOOPBACK, open_gateway
 from support.loopback_ports import free_port
 from support.waiting import until
@@ -43,9 +42,8 @@ from hypha_net.errors import StreamResetError, TransferError, UnreachableError
 from hypha_net.events import CircuitEnded, Connected, Events, HolePunched
 from hypha_net.settings import RelayLimits
 from hypha_net.testing import MemoryNetwork, simulate
-from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
-from hypha_proto.transfer import PSEUDO_GRADIENT, PullRequest, PushHeader
+from hypha_proto.transfer import PullRequest
 
 SINK = "/test/sink/1"
 
@@ -123,31 +121,15 @@ async def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(autho
 async def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(
     authority: Any, tmp_path: Path
 ) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
+    source = tmp_path / "source"
     source.write_bytes(bytes(range(256)) * (4 << 12))
     async with hidden_nodes(authority) as (gateway, one, two):
-
-        async def landed(_size: int, _digest: str) -> None:
-            return
-
-        async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
-            return transfer.FilePushTarget(target, 1 << 24, landed)
-
-        transfer.serve_pushes(two, accept)
-        size, digest = await transfer.describe(source)
-        header = PushHeader(
-            attempt=AttemptId(uuid.UUID(int=1), "train", 0),
-            round=1,
-            kind=PSEUDO_GRADIENT,
-            name="source",
-            size=size,
-            digest=digest,
-            scheduler=one.peer_id,
-        )
+        landed = accept_pushes(two, tmp_path / "landing")
+        header = push_header(*await transfer.describe(source))
         assert await transfer.push(one, two.peer_id, source, header) == 4 << 20
         assert 4 << 20 < one.traffic.sent < 5 << 20
         assert 4 << 20 < gateway.traffic.received < 5 << 20
-    assert target.read_bytes() == source.read_bytes()
+    assert [path.read_bytes() for path in landed] == [source.read_bytes()]
 
 
 async def test_a_relay_forwards_half_closes_and_resets(authority: Any) -> None:
@@ -347,8 +329,7 @@ def test_circuit_limits_are_sent_to_both_ends_and_enforced(authority: Any) -> No
             with pytest.raises(StreamResetError):
                 while True:
                     await stream.send_all(bytes(10_000))
-            event = await anext(ends)
-            assert isinstance(event, CircuitEnded)
+            event = await next_event(ended, CircuitEnded)
             assert (event.source, event.target, event.outcome) == (one.peer_id, two.peer_id, "bytes")
             assert 50_000 < event.moved <= 100_000
             first, _ = await circuit(one, gateway, two.peer_id)
@@ -408,8 +389,7 @@ async def test_circuit_events_report_the_outcome(authority: Any) -> None:
             assert len(await read_all(stream)) == 100_000
             await stream.aclose()
             await one.disconnect(two.peer_id)
-            event = await anext(ends)
-            assert isinstance(event, CircuitEnded)
+            event = await next_event(ended, CircuitEnded)
             assert event.outcome == "done"
             assert event.moved > 200_000
             await ask_hop(one, gateway.peer_id, HopMessage(type=HopKind.CONNECT))
@@ -493,8 +473,7 @@ async def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(auth
                 await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
                 [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
                 await one.connect(circuit)
-                event = await anext(aiter(punched))
-                assert isinstance(event, HolePunched)
+                event = await next_event(punched, HolePunched)
                 assert (event.peer, event.outcome) == (one.peer_id, "direct")
                 await until(lambda: one.is_direct(two.peer_id), 15)
                 before = gateway.traffic.received
@@ -510,8 +489,7 @@ async def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authori
         two.handle(ECHO, echo)
         with two.events.follow(HolePunched) as punched:
             stream = await one.open_stream(two.peer_id, [ECHO])
-            event = await anext(aiter(punched))
-            assert isinstance(event, HolePunched)
+            event = await next_event(punched, HolePunched)
             assert (event.peer, event.outcome) == (one.peer_id, "failed")
             await stream.send_all(b"goes on")
             await stream.send_eof()
@@ -521,8 +499,7 @@ async def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authori
         await one.disconnect(two.peer_id)
         with two.events.follow(HolePunched) as punched:
             await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-            event = await anext(aiter(punched))
-            assert isinstance(event, HolePunched)
+            event = await next_event(punched, HolePunched)
             assert event.outcome == "unsupported"
 
 
@@ -628,8 +605,7 @@ async def test_hole_punching_to_a_host_name_respects_exclude_cidr(
                 await until(lambda node=node: any("p2p-circuit" in each for each in node.addresses))  # type: ignore[misc]
             with careful.events.follow(HolePunched) as punched:
                 await target.connect(careful.addresses[0])
-                told = await anext(aiter(punched))
-            assert isinstance(told, HolePunched)
+                told = await next_event(punched, HolePunched)
             assert (told.peer, told.outcome) == (target.peer_id, outcome)
             assert careful.is_direct(target.peer_id) is (outcome == "direct")
 

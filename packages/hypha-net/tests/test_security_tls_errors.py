@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives import serialization as ser
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID, ObjectIdentifier
+from support.endpoint_helpers import next_event
 from support.waiting import until
 from support.wire_peer import expect, line
 
@@ -171,8 +172,7 @@ async def test_bad_certificate_of_a_dialler_is_refused(
             with node.events.follow(PeerRejected) as events:
                 context = trusting_context(files, server=False)
                 told = await alert_received(trio.SSLStream(raw, context, https_compatible=True))
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
+                refused = await next_event(events, PeerRejected)
             assert refused.reason == case.reason
             assert case.alert in told
             assert not node.connected_peers()
@@ -241,8 +241,7 @@ async def test_dialling_a_listener_without_mutual_tls_fails(authority: Any, name
     async with listening(serve) as address, open_endpoint(checking_identity(authority), EndpointSettings()) as node:
         with node.events.follow(DialFinished) as events, pytest.raises(UnreachableError, match=words):
             await node.connect(address, timeout=1 if name == "http" else 10)
-        dialled = await anext(events)
-        assert isinstance(dialled, DialFinished)
+        dialled = await next_event(events, DialFinished)
         assert dialled.outcome in ("refused", "unreachable", "timeout")
         assert not node.connected_peers()
 
@@ -275,8 +274,7 @@ async def test_dialler_of_another_protocol_is_reported(authority: Any, caplog: A
             with node.events.follow(PeerRejected) as events:
                 raw = await trio.open_tcp_stream("127.0.0.1", int(node.addresses[0].split("/")[4]))
                 await raw.send_all(line("/another/1.0.0"))
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
+                refused = await next_event(events, PeerRejected)
             assert (refused.peer, refused.reason) == (None, "protocol")
             assert "does not speak /tls/1.0.0" in refused.detail
     assert "no Hypha node" in caplog.text
@@ -343,8 +341,7 @@ async def test_malformed_certificate_is_refused_and_the_node_continues(authority
                 with pytest.raises(trio.BrokenResourceError):
                     await client.do_handshake()
                     await client.receive_some(1)
-                refused = await anext(events)
-            assert isinstance(refused, PeerRejected)
+                refused = await next_event(events, PeerRejected)
             assert refused.reason == "untrusted"
             async with open_endpoint(authority.identity("good"), EndpointSettings()) as good:
                 assert await good.connect(node.addresses[0]) == node.peer_id

@@ -9,7 +9,6 @@ import errno
 import os
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.endpoint_helpers import memory_pair
+from support.endpoint_helpers import accept_pushes, memory_pair, next_event, push_header
 
 from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST
@@ -34,18 +33,16 @@ from hypha_net.token_bucket import TokenBucket
 from hypha_net.transfer.framing import MAX_CONCURRENT, TransferInterruptedError, receive_message, send_message
 from hypha_net.transfer.io import partial_file
 from hypha_net.transfer.push_server import PushSlots
-from hypha_proto.attempt_id import AttemptId
 from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
-from hypha_proto.transfer import NO_ROOM, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
+from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
 
 Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 SIZE = 12 << 20
 CUT_AT = 5 << 20
 REQUEST = PullRequest(dataset="d", index=2)
-SCHEDULER = PeerId.from_public_key(bytes(32))
 
 
 @pytest.fixture(autouse=True)
@@ -75,19 +72,6 @@ async def cut_once(network: MemoryNetwork, receiver: MemoryEndpoint, sender: Mem
     network.heal(receiver.peer_id, sender.peer_id)
 
 
-async def header_of(path: Path) -> PushHeader:
-    size, digest = await transfer.describe(path)
-    return PushHeader(
-        attempt=AttemptId(uuid.UUID(int=1), "train", 0),
-        round=1,
-        kind=PSEUDO_GRADIENT,
-        name=path.name,
-        size=size,
-        digest=digest,
-        scheduler=SCHEDULER,
-    )
-
-
 def serve_file(node: Endpoint, path: Path) -> list[int]:
     """Serve one file; return the list of requested offsets."""
     offsets: list[int] = []
@@ -98,26 +82,6 @@ def serve_file(node: Endpoint, path: Path) -> list[int]:
 
     transfer.serve_pulls(node, resolve)
     return offsets
-
-
-def take_into(node: MemoryEndpoint, folder: Path) -> list[Path]:
-    """Accept pushes into a folder, each under its own name; return the list of paths."""
-    folder.mkdir(exist_ok=True)
-    landed: list[Path] = []
-    count = 0
-
-    async def accept(_peer: PeerId, _header: PushHeader) -> transfer.FilePushTarget:
-        nonlocal count
-        count += 1
-        path = folder / f"{count}"
-
-        async def arrived(_size: int, _digest: str) -> None:
-            landed.append(path)
-
-        return transfer.FilePushTarget(path, 1 << 30, arrived)
-
-    transfer.serve_pushes(node, accept)
-    return landed
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming
@@ -185,18 +149,10 @@ async def test_corrupted_partial_file_is_resumed_only_once(tmp_path: Path) -> No
 async def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> None:
     """A peer that announces large files and sends nothing cannot fill the disk."""
     folder = tmp_path / "landing"
-    folder.mkdir()
     async with open_pair() as (_network, a, b):
-
-        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
-            async def arrived(_size: int, _digest: str) -> None:
-                pass
-
-            return transfer.FilePushTarget(folder / header.digest[-4:], 64 << 20, arrived, slot="updates")
-
-        transfer.serve_pushes(b, accept)
+        accept_pushes(b, folder, "updates")
         source = content(tmp_path / "source")
-        header = await header_of(source)
+        header = push_header(*await transfer.describe(source))
         for number in range(20):
             stream = await a.open_stream(b.peer_id, [PUSH])
             announced = msgspec.structs.replace(header, size=8 << 20, digest=f"blake3:{number:064x}")
@@ -204,7 +160,7 @@ async def test_only_one_push_per_slot_allocates_disk_space(tmp_path: Path) -> No
             await receive_message(stream)
         assert sum(path.stat().st_blocks * 512 for path in folder.iterdir()) < 10 << 20
         await transfer.push(a, b.peer_id, source, header)
-        assert (folder / header.digest[-4:]).read_bytes() == source.read_bytes()
+        assert (folder / header.name).read_bytes() == source.read_bytes()
 
 
 async def test_concurrent_pulls_of_the_same_content_are_independent(tmp_path: Path) -> None:
@@ -238,10 +194,10 @@ async def test_full_disk_is_reported_before_anything_is_sent(
         monkeypatch.delattr(os, "posix_fallocate")
         monkeypatch.setattr(partial_file.shutil, "disk_usage", lambda _folder: type("Usage", (), {"free": 1000})())
     async with open_pair() as (_network, a, b):
-        take_into(b, tmp_path / "pushed")
+        accept_pushes(b, tmp_path / "pushed")
         serve_file(b, source)
         with pytest.raises(transfer.TransferRefusedError, match=r"no room for the file in .*pushed"):
-            await transfer.push(a, b.peer_id, source, await header_of(source))
+            await transfer.push(a, b.peer_id, source, push_header(*await transfer.describe(source)))
         assert a.traffic.sent < 10_000
         with pytest.raises(transfer.TransferError, match=r"no room for the file in .*landing"):
             await transfer.pull(a, b.peer_id, REQUEST, target)
@@ -264,15 +220,17 @@ async def test_file_is_sparse_until_complete_without_fallocate(tmp_path: Path, m
 async def test_failed_transfer_event_has_the_reason(tmp_path: Path) -> None:
     async with open_pair() as (_network, a, b):
 
-        async def resolve(_peer: PeerId, _request: PullRequest) -> Refusal:
+        async def refuse(_peer: PeerId, _request: object) -> Refusal:
             return Refusal(reason="no such slice")
 
-        transfer.serve_pulls(b, resolve)
+        transfer.serve_pulls(b, refuse)
+        transfer.serve_pushes(b, refuse)
+        with pytest.raises(transfer.TransferRefusedError, match="no such slice"):
+            await transfer.push(a, b.peer_id, b"x", push_header(*await transfer.describe(b"x")))
         with a.events.follow(Transferred) as events:
             with pytest.raises(transfer.TransferRefusedError):
                 await transfer.pull(a, b.peer_id, REQUEST, tmp_path / "target")
-            event = await anext(events)
-        assert isinstance(event, Transferred)
+            event = await next_event(events, Transferred)
         assert (event.state, event.name) == ("failed", "d/2")
         assert "no such slice" in event.reason
 
@@ -368,35 +326,21 @@ async def test_slot_is_released_after_its_pushes(count: int) -> None:
         pass
 
 
-def _header(path: Path, size: int, digest: str) -> PushHeader:
-    return PushHeader(AttemptId(uuid.UUID(int=1), "train", 0), 1, PSEUDO_GRADIENT, path.name, size, digest, SCHEDULER)
-
-
 async def test_an_open_file_is_sent_whatever_takes_its_place(tmp_path: Path) -> None:
     """Two pushes at once read it from their own positions."""
-    source, received = tmp_path / "source", list[bytes]()
+    source = tmp_path / "source"
     content = bytes(range(256)) * 20_000
     source.write_bytes(content)
     async with memory_pair() as (a, b):
-
-        async def accept(_peer: PeerId, header: PushHeader) -> transfer.FilePushTarget:
-            target = tmp_path / header.name
-
-            async def on_complete(_size: int, _digest: str) -> None:
-                received.append(target.read_bytes())
-
-            return transfer.FilePushTarget(target, 1 << 24, on_complete)
-
-        transfer.serve_pushes(b, accept)
+        landed = accept_pushes(b, tmp_path / "landing")
         with source.open("rb", buffering=0) as file:
             source.unlink()
             source.write_bytes(b"other")
             described = await transfer.describe(file)
             async with anyio.create_task_group() as tasks:
                 for name in ("first", "second"):
-                    header = _header(Path(name), *described)
-                    tasks.start_soon(transfer.push, a, b.peer_id, file, header)
-    assert received == [content] * 2
+                    tasks.start_soon(transfer.push, a, b.peer_id, file, push_header(*described, name))
+    assert [path.read_bytes() for path in landed] == [content] * 2
 
 
 @pytest.mark.parametrize(
@@ -416,7 +360,7 @@ async def test_a_refusal_tells_a_full_disk_from_other_errors(tmp_path: Path, num
             return transfer.FilePushTarget(tmp_path / "target", 1 << 20, on_complete)
 
         transfer.serve_pushes(b, accept)
-        header = _header(Path("x"), *await transfer.describe(content))
+        header = push_header(*await transfer.describe(content))
         with pytest.raises(TransferRefusedError, match="cannot be stored") as refused:
             await transfer.push(a, b.peer_id, content, header)
         assert refused.value.reason.startswith(NO_ROOM) is is_full

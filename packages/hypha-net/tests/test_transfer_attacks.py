@@ -15,6 +15,7 @@ import anyio
 import cbor2
 import pytest
 from blake3 import blake3
+from support.endpoint_helpers import next_event, push_header
 
 from hypha_net import retries, transfer
 from hypha_net.endpoint import Endpoint, Stream
@@ -22,7 +23,6 @@ from hypha_net.errors import NetError, StreamResetError
 from hypha_net.events import Transferred
 from hypha_net.retries import RetryPolicy
 from hypha_net.transfer.framing import MAX_CONCURRENT, MAX_REASON_LENGTH, receive_message, send_message
-from hypha_proto.attempt_id import AttemptId
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
@@ -32,7 +32,6 @@ Kind = Literal["file", "memory"]
 
 LIMIT = 1 << 30
 REQUEST = PullRequest(dataset="d", index=2)
-SCHEDULER = PeerId.from_public_key(bytes(32))
 DATA = random.Random(0).randbytes(3 << 20)
 DIGEST = f"blake3:{blake3(DATA).hexdigest()}"
 
@@ -62,15 +61,9 @@ def header(**changed: object) -> bytes:
         "digest": DIGEST,
         "codec": "fp32",
         "samples": 0,
-        "scheduler": SCHEDULER.raw,
+        "scheduler": PeerId.from_public_key(bytes(32)).raw,
     }
     return cbor2.dumps(fields | changed)
-
-
-def honest() -> PushHeader:
-    return PushHeader(
-        AttemptId(uuid.UUID(int=1), "train", 0), 1, PSEUDO_GRADIENT, "update", len(DATA), DIGEST, SCHEDULER
-    )
 
 
 class Receiver:
@@ -105,9 +98,8 @@ class Receiver:
 
 
 async def _push_one(peer: Endpoint, node: Endpoint) -> None:
-    size, digest = await transfer.describe(b"well")
-    sent = PushHeader(AttemptId(uuid.uuid4(), "train", 0), 1, "k", "well", size, digest, SCHEDULER)
-    await transfer.push(peer, node.peer_id, b"well", sent)
+    header = push_header(*await transfer.describe(b"well"), task=str(uuid.uuid4()))
+    await transfer.push(peer, node.peer_id, b"well", header)
 
 
 async def pushed(attacker: Endpoint, victim: Endpoint, sent: bytes, content: bytes = b"") -> list[Any]:
@@ -215,9 +207,8 @@ async def test_header_length_is_limited(opener: Opener, tmp_path: Path) -> None:
         receiver = Receiver(victim, tmp_path / "landing")
         with victim.events.follow(Transferred) as events:
             _, refusal = await pushed(attacker, victim, header(name="n" * 60_000, kind="k" * 60_000, size=7), DATA)
-            event = await anext(events)
+            event = await next_event(events, Transferred)
         assert "digest" in refusal["Refused"]
-        assert isinstance(event, Transferred)
         assert len(event.name) <= 200
         for length in (MAX_HEADER + 1, (1 << 64) - 1):
             stream = await attacker.open_stream(victim.peer_id, [PUSH])
@@ -301,6 +292,7 @@ LIES = {
     "nothing": (start(LIMIT), b"", f"0 bytes came of {LIMIT}"),
     "too long": (start(len(DATA) - 5), DATA, "the digest is"),
     "other content": (start(), DATA[:-1] + b"?", "the digest is"),
+    "digest by sha256": (start(digest="sha256:" + "0" * 64), DATA, "the digest is sha256:"),
     "empty": (start(0), b"", "the digest is"),
     "digest of another kind": (start(digest="md5:" + "0" * 32), DATA, "malformed header"),
     "no digest": (start(digest=None), DATA, "malformed header"),
@@ -402,7 +394,7 @@ async def test_pusher_rejects_malformed_answers(opener: Opener, tmp_path: Path, 
             attacker.handle(PUSH, take)
             with pytest.raises(transfer.TransferError) as caught:
                 content = DATA if kind == "memory" else tmp_path / "file"
-                await transfer.push(victim, attacker.peer_id, content, honest(), timeout=20)
+                await transfer.push(victim, attacker.peer_id, content, push_header(len(DATA), DIGEST), timeout=20)
             assert reason in str(caught.value)
             assert len(str(caught.value)) < 2 * MAX_REASON_LENGTH
 
