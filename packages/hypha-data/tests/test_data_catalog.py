@@ -59,15 +59,6 @@ def test_slices_are_determined_by_the_seed(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_slices_are_not_replaced_without_force(tmp_path: Path) -> None:
-    path = source(tmp_path)
-    prepare_dataset(path, tmp_path / "out", name="d", slices=5, seed=0)
-    with pytest.raises(DatasetError, match="--force"):
-        prepare_dataset(path, tmp_path / "out", name="d", slices=2, seed=0)
-    prepare_dataset(path, tmp_path / "out", name="d", slices=2, seed=0, force=True)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
-
-
 def test_columns_are_dtype_and_shape_of_one_sample(tmp_path: Path) -> None:
     dtypes = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"]
     columns = {**{name: f"{name}[]" for name in dtypes}, "bool": "bool[2,3]"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,39 +13,37 @@ from hypha_data.cli import main
 from hypha_data.config import DataConfig
 from hypha_data.inspection import check_datasets
 
+NODE = 'cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/192.0.2.1/tcp/4001"]\n'
 
-@pytest.mark.parametrize(("options", "verify"), [([], False), (["--verify"], True), (["--set", "verify=true"], True)])
-def test_verify_is_an_option_of_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], verify: bool
-) -> None:
-    file = tmp_path / "data.toml"
-    file.write_text(
-        'cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/192.0.2.1/tcp/4001"]\n'
-        'dataset_path = "digits"\n'
-    )
-    configured: list[DataConfig] = []
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> list[DataConfig]:
+    """Return the configurations with which a daemon would be run."""
+    found: list[DataConfig] = []
 
     def run_daemon(config: DataConfig, *_args: object, **_options: object) -> int:
-        configured.append(config)
+        found.append(config)
         return 0
 
     monkeypatch.setattr("hypha_net.node.lifecycle.run_daemon", run_daemon)
+    return found
+
+
+@pytest.mark.parametrize(("options", "verify"), [([], False), (["--verify"], True), (["--set", "verify=true"], True)])
+def test_verify_is_an_option_of_run(
+    tmp_path: Path, configured: list[DataConfig], options: list[str], verify: bool
+) -> None:
+    file = tmp_path / "data.toml"
+    file.write_text(f'{NODE}dataset_path = "digits"\n')
     done = CliRunner().invoke(main, ["run", "--config", str(file), *options])
     assert done.exit_code == 0, done.output
     assert [config.verify for config in configured] == [verify]
 
 
-def test_provide_prints_digests_and_runs_with_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provide_prints_digests_and_runs_with_the_files(tmp_path: Path, configured: list[DataConfig]) -> None:
     file, model = tmp_path / "data.toml", tmp_path / "a model"
-    file.write_text('cert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/192.0.2.1/tcp/4001"]\n')
+    file.write_text(NODE)
     model.write_bytes(b"weights")
-    configured: list[DataConfig] = []
-
-    def run_daemon(config: DataConfig, *_args: object, **_options: object) -> int:
-        configured.append(config)
-        return 0
-
-    monkeypatch.setattr("hypha_net.node.lifecycle.run_daemon", run_daemon)
     done = CliRunner().invoke(main, ["provide", str(model), "--config", str(file)])
     assert done.exit_code == 0, done.output
     assert f"{hashlib.sha256(b'weights').hexdigest()}  {model}" in done.output
@@ -60,14 +59,7 @@ def test_a_folder_without_slices_fails(tmp_path: Path, made: bool, told: str) ->
     folder = tmp_path / "dataset"
     if made:
         folder.mkdir()
-    config = DataConfig(
-        cert_pem=Path("c"),
-        key_pem=Path("k"),
-        trust_pem=Path("t"),
-        gateway_addresses=["/ip4/127.0.0.1/tcp/1"],
-        dataset_path=folder,
-        provide=[tmp_path / "absent"],
-    )
+    config = DataConfig(**tomllib.loads(NODE), dataset_path=folder, provide=[tmp_path / "absent"])
     dataset, provided = check_datasets(config)
     assert (dataset.state, provided.state) == ("FAILED", "FAILED")
     assert dataset.text.startswith(f"dataset_path {folder}: ")

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -395,46 +396,34 @@ def test_hidden_files_of_a_folder_are_not_read(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- bad input
 
 
-def deep_image(folder: Path) -> Path:
-    """Return a folder with an image of 16 bits a pixel."""
-    path = write_images(folder / "pets") / "dog" / "1.png"
-    Image.new("I;16", Image.open(path).size, 30_000).save(path)
-    return folder / "pets"
+def with_image(change: Callable[[Path], object]) -> Callable[[Path], Path]:
+    """Return a function that makes a folder of images, of which one is changed."""
+
+    def make(folder: Path) -> Path:
+        change(write_images(folder / "pets") / "dog" / "1.png")
+        return folder / "pets"
+
+    return make
 
 
-def broken_image(folder: Path) -> Path:
-    path = write_images(folder / "pets") / "dog" / "1.png"
-    path.write_bytes(path.read_bytes()[:45])
-    return folder / "pets"
+deep_image = with_image(lambda path: Image.new("I;16", (4, 3), 30_000).save(path))
+broken_image = with_image(lambda path: path.write_bytes(path.read_bytes()[:45]))
 
 
-def nested_parquet(folder: Path) -> Path:
-    pa.parquet.write_table(pa.table({"x": [1], "tags": [["a"]]}), folder / "a.parquet")
-    return folder / "a.parquet"
+def parquet(**columns: list[Any]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        pa.parquet.write_table(pa.table(columns), folder / "a.parquet")
+        return folder / "a.parquet"
+
+    return make
 
 
-def number_parquet(folder: Path) -> Path:
-    pa.parquet.write_table(pa.table({"x": [1.0, float("nan")]}), folder / "a.parquet")
-    return folder / "a.parquet"
+def written(name: str, content: str | bytes) -> Callable[[Path], Path]:
+    return lambda folder: write(folder / name, content)
 
 
-def nan_label_parquet(folder: Path) -> Path:
-    pa.parquet.write_table(pa.table({"y": [0.0, float("nan")]}), folder / "a.parquet")
-    return folder / "a.parquet"
-
-
-def csv(content: str | bytes) -> Callable[[Path], Path]:
-    return lambda folder: write(folder / "a.csv", content)
-
-
-def jsonl(content: str | bytes) -> Callable[[Path], Path]:
-    return lambda folder: write(folder / "a.jsonl", content)
-
-
-def text(content: str) -> Callable[[Path], Path]:
-    return lambda folder: write(folder / "a.txt", content)
-
-
+NAN = float("nan")
+csv, jsonl, text = (partial(written, f"a.{suffix}") for suffix in ("csv", "jsonl", "txt"))
 BAD = {
     "empty csv": (csv(""), (), "a.csv: holds no rows; its first line must have"),
     "no file": (lambda at: at / "none.csv", (), "none.csv: no such file or folder"),
@@ -450,7 +439,7 @@ BAD = {
         "line 3: 1 cells, and the first line names 2 columns; add or remove cells",
     ),
     "missing column of json": (jsonl('{"x": 1}\n'), ("--label", "z"), "a.jsonl: has no column 'z'; there are x"),
-    "missing column of parquet": (number_parquet, ("--columns", "y"), "a.parquet: has no column 'y'; there are x"),
+    "missing column of parquet": (parquet(x=[1.0]), ("--columns", "y"), "a.parquet: has no column 'y'; there are x"),
     "open quotes": (csv('x,y\n1,"2\n'), (), "double the quotes in it"),
     "name twice": (csv("x,x\n1,2\n"), (), "the name of column 2 ('x') occurs twice; rename it"),
     "nan label": (csv("x,y\n1,0\n1,nan\n"), ("--label", "y"), "line 3, column 'y': 'nan' is not a label"),
@@ -475,7 +464,7 @@ BAD = {
         "a.csv, line 3, column 'y': 'NaN' is not a label; correct it or remove the row",
     ),
     "nan label in parquet": (
-        nan_label_parquet,
+        parquet(y=[0.0, NAN]),
         ("--label", "y"),
         "a.parquet, row 2, column 'y': nan is not a label; correct it or remove the row",
     ),
@@ -506,8 +495,8 @@ BAD = {
         ("--format", "images"),
         "pets: has 0 folders; make one for each class",
     ),
-    "nested parquet": (nested_parquet, (), "a.parquet, column 'tags': its type"),
-    "nan parquet": (number_parquet, (), "a.parquet, row 2, column 'x': nan is not a number"),
+    "nested parquet": (parquet(x=[1], tags=[["a"]]), (), "a.parquet, column 'tags': its type"),
+    "nan parquet": (parquet(x=[1.0, NAN]), (), "a.parquet, row 2, column 'x': nan is not a number"),
     "no parquet": (lambda at: write(at / "a.parquet", "PAR1 no"), (), "a.parquet: damaged, or another format"),
     "no text": (text(""), ("--length", 3), "a.txt: holds no text"),
     "no length": (text("a"), (), "a.txt: text needs --length"),
