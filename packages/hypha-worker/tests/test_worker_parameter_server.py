@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from hypha_net.testing import MemoryEndpoint
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.commands import Command, CommandAnswer, SetMembers, SetWorkers
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import Nesterov, One, PeersReference, Reference, SliceAddress, UriReference
+from hypha_proto.job_spec import Nesterov, One, PeersReference, SliceAddress, UriReference
 from hypha_proto.outer_momentum import derive_momentum
 from hypha_proto.round_membership import Member
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
-from hypha_proto.training_reports import Continue, Done, ReportAnswer, ReportError, ReportTraining
+from hypha_proto.training_reports import Continue, Done, ReportError
 from hypha_proto.transfer import NO_ROOM, OUTER_UPDATE, PSEUDO_GRADIENT, PullRequest, PushHeader, Refusal
 from hypha_proto.update_file import UpdateMetadata, write_update
 
@@ -45,14 +45,14 @@ def quick_pauses(monkeypatch: pytest.MonkeyPatch, quick_retries: None) -> None:
 
 @dataclass
 class TermLab:
-    """A parameter server, the scheduler that gets its outer updates, and two trainers."""
+    """A parameter server, the scheduler that gets its outer updates, and trainers."""
 
     lab: Any
     trainers: list[MemoryEndpoint]
     scheduler: Any
     """`PushReceiver` of the scheduler."""
     lease: uuid.UUID
-    receivers: list[Any] = field(default_factory=list)
+    receivers: list[Any]
 
     def write(self, values: Any, metadata: UpdateMetadata | None = None) -> Path:
         path: Path = self.lab.folder / f"update-{uuid.uuid4()}"
@@ -100,14 +100,6 @@ class TermLab:
         answer: CommandAnswer = await scheduler.tasks.command(self.lease, scheduler.task_on(self.lease), command)
         return answer
 
-    async def add_trainer(self, endpoint: MemoryEndpoint, push_receiver: Any) -> int:
-        """Let a further peer send updates and receive outer updates; return its number."""
-        receiver = push_receiver(endpoint, self.lab.folder / str(endpoint.peer_id)[-8:])
-        receiver.listen()
-        self.trainers.append(endpoint)
-        self.receivers.append(receiver)
-        return len(self.trainers) - 1
-
     async def take_round(self, number: int, values: Any, who: tuple[int, ...] = (0, 1), **changes: Any) -> Float32:
         """Announce the members of a round and push their equal updates; return the outer update."""
         await self.announce(number, who=who)
@@ -133,43 +125,58 @@ class TermLab:
         )
 
 
-@asynccontextmanager
-async def running(
-    lab: Any, push_receiver: Any, *, resources: dict[str, float] | None = None, **changes: Any
-) -> AsyncIterator[TermLab]:
-    async with AsyncExitStack() as stack:
-        trainers = [await stack.enter_async_context(lab.network.endpoint(f"trainer-{n}")) for n in range(2)]
-        scheduler = push_receiver(lab.scheduler.endpoint, lab.folder / "scheduler")
-        receivers = [push_receiver(peer, lab.folder / f"receiver-{n}") for n, peer in enumerate(trainers)]
-        for receiver in (scheduler, *receivers):
-            receiver.listen()
-        peers = [peer.peer_id for peer in trainers]
-        spec = lab.aggregate_spec(peers, [*peers, lab.scheduler.endpoint.peer_id], **({"term": TERM} | changes))
-        lease = await lab.scheduler.hire(lab.SERVER, **(resources or {}))
-        await lab.scheduler.dispatch(lease, spec)
-        yield TermLab(lab, trainers, scheduler, lease, receivers)
+def momentum_reference(scheduler: PeerId) -> PeersReference:
+    return PeersReference(peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset="momentum", index=0))
 
 
-def done_after(count: int) -> Callable[[ReportTraining], ReportAnswer]:
-    heard: list[ReportTraining] = []
+def serve_momentum(lab: Any, arrays: dict[str, Float32], dtype: str = "F32") -> None:
+    path = lab.folder / "momentum"
+    with TensorFileWriter(path, {name: TensorInfo(dtype, array.shape) for name, array in arrays.items()}) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
 
-    def answer(report: ReportTraining) -> ReportAnswer:
-        heard.append(report)
-        return Done() if len(heard) == count else Continue()
+    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+        return transfer.PullSource(path) if request.dataset == "momentum" else Refusal(reason="no")
 
-    return answer
+    transfer.serve_pulls(lab.scheduler.endpoint, resolve)
 
 
 @pytest.fixture
 def in_term(in_lab: InLab, push_receiver: Any) -> Callable[..., Any]:
-    """Return a function that opens a parameter server for `rounds` rounds, and checks that the job finishes."""
+    """Return a function that opens a parameter server for `rounds` rounds, and checks that the job finishes.
+
+    Without rounds it is not checked. With a third trainer, this one is no worker at first.
+    """
 
     @asynccontextmanager
-    async def opened(rounds: int = 1, **changes: Any) -> AsyncIterator[TermLab]:
-        async with in_lab() as lab:
-            lab.scheduler.answer = done_after(rounds)
-            async with running(lab, push_receiver, **changes) as term_lab:
-                yield term_lab
+    async def opened(
+        rounds: int = 1,
+        *,
+        trainers: int = 2,
+        arrays: dict[str, Float32] | None = None,
+        dtype: str = "F32",
+        resources: dict[str, float] | None = None,
+        **changes: Any,
+    ) -> AsyncIterator[TermLab]:
+        async with in_lab() as lab, AsyncExitStack() as stack:
+            lab.scheduler.answer = lambda _: Done() if len(lab.scheduler.reports) == rounds else Continue()
+            names = [f"trainer-{number}" for number in range(trainers)]
+            endpoints = [await stack.enter_async_context(lab.network.endpoint(name)) for name in names]
+            receivers = [
+                push_receiver(endpoint, lab.folder / name) for endpoint, name in zip(endpoints, names, strict=True)
+            ]
+            scheduler = push_receiver(lab.scheduler.endpoint, lab.folder / "scheduler")
+            for receiver in (scheduler, *receivers):
+                receiver.listen()
+            own = lab.scheduler.endpoint.peer_id
+            peers = [endpoint.peer_id for endpoint in endpoints[:2]]
+            fields = {"term": TERM} | ({} if arrays is None else {"momentum": momentum_reference(own)}) | changes
+            if arrays is not None:
+                serve_momentum(lab, arrays, dtype)
+            lease = await lab.scheduler.hire(lab.SERVER, **(resources or {}))
+            await lab.scheduler.dispatch(lease, lab.aggregate_spec(peers, [*peers, own], **fields))
+            yield TermLab(lab, endpoints, scheduler, lease, receivers)
+            if rounds:
                 end = await lab.scheduler.ended()
                 assert (end.outcome, end.reason) == ("finished", "")
                 assert lab.left_behind() == []
@@ -266,21 +273,20 @@ async def test_a_round_starts_while_the_last_outer_update_is_still_being_pushed(
         await lab.outer_update(2)
 
 
-async def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_lab: InLab, push_receiver: Any) -> None:
+async def test_an_outer_step_that_exceeds_the_storage_of_its_task_fails_it(in_term: InTerm) -> None:
     """The update fits into the lease; momentum and result do not."""
-    async with in_lab() as lab, running(lab, push_receiver, resources={"cpu": 1.0, "storage": 0.001}) as term_lab:
-        await term_lab.announce(1, who=(0,))
-        await term_lab.push(0, 1, term_lab.write(np.ones(100_000)))
-        assert "of 1000000 bytes are used" in await lab.scheduler.failure()
+    async with in_term(rounds=0, resources={"cpu": 1.0, "storage": 0.001}) as lab:
+        await lab.announce(1, who=(0,))
+        await lab.push(0, 1, lab.write(np.ones(100_000)))
+        assert "of 1000000 bytes are used" in await lab.lab.scheduler.failure()
 
 
-async def test_an_error_from_the_scheduler_fails_the_task(in_lab: InLab, push_receiver: Any) -> None:
-    async with in_lab() as lab:
-        lab.scheduler.answer = lambda _report: ReportError()
-        async with running(lab, push_receiver) as term_lab:
-            await term_lab.announce(1, who=(0,))
-            await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
-            assert "does not accept the outer step of round 1" in await lab.scheduler.failure()
+async def test_an_error_from_the_scheduler_fails_the_task(in_term: InTerm) -> None:
+    async with in_term(rounds=0) as lab:
+        lab.lab.scheduler.answer = lambda _report: ReportError()
+        await lab.announce(1, who=(0,))
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        assert "does not accept the outer step of round 1" in await lab.lab.scheduler.failure()
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -448,25 +454,7 @@ async def test_workers_that_state_nothing_take_part(in_term: InTerm) -> None:
 # ------------------------------------------------------------------------------------------------------------- momentum
 
 
-def momentum_reference(scheduler: PeerId) -> PeersReference:
-    return PeersReference(peers=(scheduler,), strategy=One(), resource=SliceAddress(dataset="momentum", index=0))
-
-
-def serve_momentum(lab: Any, arrays: dict[str, Float32], dtype: str = "F32") -> None:
-    path = lab.folder / "momentum"
-    with TensorFileWriter(path, {name: TensorInfo(dtype, array.shape) for name, array in arrays.items()}) as writer:
-        for name, array in arrays.items():
-            writer.write(name, array)
-
-    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-        return transfer.PullSource(path) if request.dataset == "momentum" else Refusal(reason="no")
-
-    transfer.serve_pulls(lab.scheduler.endpoint, resolve)
-
-
-async def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(
-    in_lab: InLab, push_receiver: Any, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler(in_term: InTerm) -> None:
     """Equal to the bit to a parameter server that has taken all steps itself."""
     rng = np.random.default_rng(3)
     updates = [[rng.normal(0, 0.01, 5).astype("f4") for _ in range(2)] for _ in range(4)]
@@ -479,51 +467,35 @@ async def test_a_new_parameter_server_goes_on_with_the_momentum_of_the_scheduler
             for who, values in enumerate(of_members):
                 await lab.push(who, number, lab.write(values))
             into.append(await lab.outer_update(number))
-        assert (await lab.lab.scheduler.ended()).outcome == "finished"
 
-    async with in_lab() as lab:
-        lab.scheduler.answer = done_after(4)
-        async with running(lab, push_receiver) as term_lab:
-            await take_steps(term_lab, updates, whole)
-    async with in_lab() as lab:
-        lab.scheduler.answer = done_after(2)
-        momentum: Float32 | float = 0.0
-        for update in whole[:2]:
-            momentum = derive_momentum(update, momentum, Nesterov(learning_rate=RATE, momentum=FACTOR, nesterov=True))
-        assert isinstance(momentum, np.ndarray)
-        serve_momentum(lab, {"w": momentum})
-        reference = momentum_reference(lab.scheduler.endpoint.peer_id)
-        async with running(lab, push_receiver, momentum=reference) as term_lab:
-            await take_steps(term_lab, updates[2:], resumed)
+    async with in_term(rounds=4) as lab:
+        await take_steps(lab, updates, whole)
+    momentum: Float32 | float = 0.0
+    for update in whole[:2]:
+        momentum = derive_momentum(update, momentum, Nesterov(learning_rate=RATE, momentum=FACTOR, nesterov=True))
+    async with in_term(rounds=2, arrays={"w": momentum}) as lab:
+        await take_steps(lab, updates[2:], resumed)
     np.testing.assert_array_equal(np.array(resumed), np.array(whole[2:]))
 
 
 @pytest.mark.parametrize(
-    ("arrays", "dtype", "reason"),
+    ("momentum", "reason"),
     [
-        ({"w": np.array([1.0, np.nan], "f4")}, "F32", "momentum: tensor 'w' holds NaN or infinity"),
-        ({"w": np.ones(2, "f4")}, "BF16", "momentum: tensor 'w' is BF16, and the momentum is float32"),
-        (None, "", "momentum: "),
+        ({"arrays": {"w": np.array([1.0, np.nan], "f4")}}, "tensor 'w' holds NaN or infinity"),
+        (
+            {"arrays": {"w": np.ones(2, "f4")}, "dtype": "BF16"},
+            "tensor 'w' is BF16, and the momentum is float32",
+        ),
+        ({"momentum": momentum_reference(PeerId.from_public_key(bytes(32)))}, ""),
+        ({"momentum": UriReference(value="https://a.org/x")}, "the reference names no file of a peer"),
     ],
-    ids=["NaN", "bfloat16", "not there"],
+    ids=["NaN", "bfloat16", "not there", "not of a peer"],
 )
 async def test_a_momentum_that_cannot_be_used_fails_the_job(
-    in_lab: InLab, push_receiver: Any, arrays: dict[str, Float32] | None, dtype: str, reason: str
+    in_term: InTerm, momentum: dict[str, Any], reason: str
 ) -> None:
-    async with in_lab() as lab:
-        if arrays is not None:
-            serve_momentum(lab, arrays, dtype)
-        reference = momentum_reference(lab.scheduler.endpoint.peer_id)
-        async with running(lab, push_receiver, momentum=reference):
-            assert reason in await lab.scheduler.failure()
-
-
-async def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_receiver: Any) -> None:
-    async with in_lab() as lab:
-        reference: Reference = UriReference(value="https://example.org/momentum")
-        async with running(lab, push_receiver, momentum=reference):
-            end = await lab.scheduler.ended()
-            assert (end.outcome, end.reason) == ("failed", "momentum: the reference names no file of a peer")
+    async with in_term(rounds=0, **momentum) as lab:
+        assert f"momentum: {reason}" in await lab.lab.scheduler.failure()
 
 
 @pytest.mark.parametrize(
@@ -536,14 +508,11 @@ async def test_a_momentum_that_no_peer_serves_is_refused(in_lab: InLab, push_rec
     ids=["shape", "missing", "more"],
 )
 async def test_updates_that_do_not_fit_the_momentum_are_refused(
-    in_lab: InLab, push_receiver: Any, arrays: dict[str, Float32], reason: str
+    in_term: InTerm, arrays: dict[str, Float32], reason: str
 ) -> None:
-    async with in_lab() as lab:
-        serve_momentum(lab, arrays)
-        reference = momentum_reference(lab.scheduler.endpoint.peer_id)
-        async with running(lab, push_receiver, momentum=reference) as term_lab:
-            with pytest.raises(TransferRefusedError, match=f"does not match the momentum of this job: {reason}"):
-                await term_lab.push(0, 1, term_lab.write([1.0, 1.0]))
+    async with in_term(rounds=0, arrays=arrays) as lab:
+        with pytest.raises(TransferRefusedError, match=f"does not match the momentum of this job: {reason}"):
+            await lab.push(0, 1, lab.write([1.0, 1.0]))
 
 
 # -------------------------------------------------------------------------------------------- scheduler away, or full
@@ -601,42 +570,36 @@ async def test_the_outer_update_and_the_report_wait_for_a_scheduler_that_is_away
 # -------------------------------------------------------------------------------------- workers that come and go
 
 
-async def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_lab: InLab, push_receiver: Any) -> None:
-    async with in_lab() as lab:
-        lab.scheduler.answer = done_after(2)
-        async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
-            joined = await term_lab.add_trainer(joiner, push_receiver)
-            await term_lab.announce(1)
-            await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
-            assert (await term_lab.set_workers(0, joined)).accepted
-            await term_lab.push(joined, 2, term_lab.write([4.0, 4.0]))  # before its round is announced
-            await term_lab.announce(1, who=(0,))
-            await term_lab.outer_update(1)
-            await term_lab.announce(2, who=(0, joined))
-            await term_lab.push(0, 2, term_lab.write([0.0, 0.0]))
-            momentum = FACTOR * 2.0 + 2.0
-            np.testing.assert_allclose(await term_lab.outer_update(2), RATE * (2.0 + FACTOR * momentum), rtol=1e-6)
-            assert (await lab.scheduler.ended()).outcome == "finished"
-            assert [len(receiver.files) for receiver in term_lab.receivers] == [2, 0, 2]
-            assert lab.scheduler.refused == []
+JOINED = 2
+"""A trainer that is no worker at first."""
 
 
-async def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(
-    in_lab: InLab, push_receiver: Any
-) -> None:
-    async with in_lab() as lab:
-        lab.scheduler.answer = done_after(1)
-        async with running(lab, push_receiver) as term_lab, lab.network.endpoint("joiner") as joiner:
-            joined = await term_lab.add_trainer(joiner, push_receiver)
-            await term_lab.set_workers(0, 1)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(term_lab.push, joined, 1, term_lab.write([4.0, 4.0]))
-                [run] = lab.worker.tasks.running
-                await lab.scheduler.until(lambda: run.execution._unannounced)
-                await term_lab.set_workers(0, 1, joined)
-            await term_lab.announce(1, who=(joined,))
-            np.testing.assert_allclose(await term_lab.outer_update(1), RATE * (1 + FACTOR) * 4.0, rtol=1e-6)
-            assert (await lab.scheduler.ended()).outcome == "finished"
+async def test_a_worker_that_joins_takes_part_and_one_that_left_gets_nothing(in_term: InTerm) -> None:
+    async with in_term(rounds=2, trainers=3) as lab:
+        await lab.announce(1)
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        assert (await lab.set_workers(0, JOINED)).accepted
+        await lab.push(JOINED, 2, lab.write([4.0, 4.0]))  # before its round is announced
+        await lab.announce(1, who=(0,))
+        await lab.outer_update(1)
+        await lab.announce(2, who=(0, JOINED))
+        await lab.push(0, 2, lab.write([0.0, 0.0]))
+        momentum = FACTOR * 2.0 + 2.0
+        np.testing.assert_allclose(await lab.outer_update(2), RATE * (2.0 + FACTOR * momentum), rtol=1e-6)
+    assert [len(receiver.files) for receiver in lab.receivers] == [2, 0, 2]
+    assert lab.lab.scheduler.refused == []
+
+
+async def test_an_update_that_overtakes_the_announcement_of_its_worker_waits_for_it(in_term: InTerm) -> None:
+    async with in_term(trainers=3) as lab:
+        await lab.set_workers(0, 1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lab.push, JOINED, 1, lab.write([4.0, 4.0]))
+            [run] = lab.lab.worker.tasks.running
+            await lab.lab.scheduler.until(lambda: run.execution._unannounced)
+            await lab.set_workers(0, 1, JOINED)
+        await lab.announce(1, who=(JOINED,))
+        np.testing.assert_allclose(await lab.outer_update(1), RATE * (1 + FACTOR) * 4.0, rtol=1e-6)
 
 
 async def test_an_update_of_a_peer_that_is_no_worker_is_refused_and_not_reported(
@@ -715,43 +678,40 @@ async def test_members_whose_updates_never_came_are_reported_and_others_announce
         await lab.take_round(1, [2.0, 2.0], who=(0,))
 
 
-async def test_a_parameter_server_that_gets_no_update_twice_fails(in_lab: InLab, push_receiver: Any) -> None:
-    async with in_lab() as lab, running(lab, push_receiver) as term_lab:
-        for count in (1, 2):
-            await term_lab.announce(1, deadline_ms=20)
-            if count == 1:
-                await lab.scheduler.until(lambda: len(lab.scheduler.refused) == 2)
-        assert "no update of round 1 arrived" in await lab.scheduler.failure()
+async def test_a_parameter_server_that_gets_no_update_twice_fails(in_term: InTerm) -> None:
+    async with in_term(rounds=0) as lab:
+        await lab.announce(1, deadline_ms=20)
+        await lab.lab.scheduler.until(lambda: len(lab.lab.scheduler.refused) == 2)
+        await lab.announce(1, deadline_ms=20)
+        assert "no update of round 1 arrived" in await lab.lab.scheduler.failure()
 
 
-async def test_a_full_disk_gives_the_work_back_with_the_path(
-    in_lab: InLab, push_receiver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_gives_the_work_back_with_the_path(in_term: InTerm, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(*_arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/outer-1.safetensors")
 
     monkeypatch.setattr("hypha_proto.outer_step.outer_step", step)
-    async with in_lab() as lab, running(lab, push_receiver) as term_lab:
-        await term_lab.announce(1, who=(0,))
-        await term_lab.push(0, 1, term_lab.write([2.0, 2.0]))
-        end = await lab.scheduler.ended()
+    async with in_term(rounds=0) as lab:
+        await lab.announce(1, who=(0,))
+        await lab.push(0, 1, lab.write([2.0, 2.0]))
+        end = await lab.lab.scheduler.ended()
         assert end.outcome == "cancelled"
         assert "/disk/outer-1.safetensors: No space left on device" in end.reason
 
 
 async def test_an_update_for_which_there_is_no_room_gives_the_work_back(
-    in_lab: InLab, push_receiver: Any, monkeypatch: pytest.MonkeyPatch
+    in_term: InTerm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with in_lab() as lab, running(lab, push_receiver) as term_lab:
-        await term_lab.announce(1, who=(0,))
-        update = term_lab.write([2.0, 2.0])
+    async with in_term(rounds=0) as lab:
+        await lab.announce(1, who=(0,))
+        update = lab.write([2.0, 2.0])
 
         def allocate(*_arguments: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/update")
 
         monkeypatch.setattr(os, "posix_fallocate", allocate)
         with pytest.raises(TransferRefusedError, match=NO_ROOM):
-            await term_lab.push(0, 1, update)
-        end = await lab.scheduler.ended()
+            await lab.push(0, 1, update)
+        end = await lab.lab.scheduler.ended()
         assert end.outcome == "cancelled"
         assert "No space left on device" in end.reason
