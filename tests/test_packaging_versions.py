@@ -41,19 +41,6 @@ print(json.dumps(sorted(set(problems))))
 """
 
 
-def lowest(requirement: Requirement) -> Version:
-    """Return the lowest version that a bound admits; fail if there is no lower bound."""
-    floors = [Version(part.version) for part in requirement.specifier if part.operator in (">=", "==", "~=")]
-    assert len(floors) == 1, f"{requirement}: name the lowest version that works"
-    return floors[0]
-
-
-def siblings(package: Package, known: Mapping[str, Package]) -> list[Requirement]:
-    """Return the requirements of a package on siblings, without extras."""
-    required = [Requirement(text) for text in package.project.get("dependencies", [])]
-    return [each for each in required if canonicalize_name(each.name) in known]
-
-
 def wheel_of(package: Package, version: Version, folder: Path, wheels: Path) -> Path:
     """Return the wheel of a package version: built from its tag, or from the tree if it is the current version.
 
@@ -162,6 +149,18 @@ def requirements(package: Package) -> list[Requirement]:
     return [Requirement(text) for text in package.project["dependencies"]]
 
 
+def siblings(package: Package) -> list[Requirement]:
+    """Return the requirements of a package on siblings, without extras."""
+    return [each for each in requirements(package) if canonicalize_name(each.name) in BY_NAME]
+
+
+def lowest(requirement: Requirement) -> Version:
+    """Return the lowest version that a bound admits; fail if there is no lower bound."""
+    floors = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
+    assert len(floors) == 1, f"{requirement}: name the lowest version that works"
+    return floors[0]
+
+
 def released(package: Package) -> list[Version]:
     """Return the versions in a package's changelog."""
     headings = re.findall(r"^## (\S+)", (package.folder / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -176,13 +175,10 @@ def test_the_version_is_static_and_in_the_changelog(package: Package) -> None:
 
 @each_package
 def test_bounds_between_packages_admit_the_sibling_and_begin_at_a_version_that_exists(package: Package) -> None:
-    for requirement in requirements(package):
-        if (sibling := BY_NAME.get(canonicalize_name(requirement.name))) is None:
-            continue
+    for requirement in siblings(package):
+        sibling = BY_NAME[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(sibling.version), requirement
-        lowest = [Version(part.version) for part in requirement.specifier if part.operator == ">="]
-        assert len(lowest) == 1, f"{requirement}: name the lowest version that works"
-        assert lowest[0] in released(sibling), f"{requirement}: {sibling.name} has no such version"
+        assert lowest(requirement) in released(sibling), f"{requirement}: {sibling.name} has no such version"
         # before 1.0 each minor version may break: the bound must not admit a future one
         newest = Version(sibling.version)
         assert not requirement.specifier.contains(f"{newest.major}.{newest.minor + 1}.0"), requirement
@@ -306,14 +302,14 @@ def test_the_page_names_the_cuda_version_of_the_lock_file() -> None:
     assert f"for {version} is CUDA {cuda}" in (ROOT / "docs" / "install.md").read_text().replace("\n", " ")
 
 
-WITH_SIBLINGS = [package for package in packages() if siblings(package, BY_NAME)]
+WITH_SIBLINGS = [package for package in packages() if siblings(package)]
 each_with_siblings = pytest.mark.parametrize("package", WITH_SIBLINGS, ids=lambda package: package.name)
 
 
 @pytest.mark.nightly
 @each_with_siblings
 def test_the_lowest_siblings_have_what_is_used_of_them(package: Package, tmp_path: Path, wheels: Path) -> None:
-    required = siblings(package, BY_NAME)
+    required = siblings(package)
     chosen = [BY_NAME[canonicalize_name(each.name)] for each in required]
     built = [wheel_of(sibling, lowest(each), tmp_path, wheels) for sibling, each in zip(chosen, required, strict=True)]
     place = tmp_path / "installed"

@@ -57,6 +57,7 @@ from hypha_proto.training_reports import REPORT, Continue, ReportAnswer, ReportT
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
 from hypha_worker.config import WorkerConfig
+from hypha_worker.content_cache import ContentCache
 from hypha_worker.control.server import socket_path
 from hypha_worker.executors.isolation.cgroup import CgroupLayer
 from hypha_worker.service import Worker, open_worker, serve
@@ -525,6 +526,25 @@ def cgroups(tmp_path: Path) -> Iterator[CgroupLayer]:
         skip_outside_ci(finding.detail)
     yield layer
     layer.sweep()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[ContentCache]:
+    """An open cache of a gibibyte."""
+    opened = ContentCache(tmp_path / "cache", 1 << 30)
+    opened.open()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def worker_toml(tmp_path: Path) -> str:
+    """The path of a configuration whose work directory is the folder of the test."""
+    config = tmp_path / "worker.toml"
+    config.write_text(
+        'work_dir = "."\ncert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n'
+    )
+    return str(config)
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_damaged_accounts_are_reported_and_leave_nothing_locked(
     assert [each.lease for each in site.read()] == [str(lease)]
 
 
-def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Path) -> None:
+def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, worker_toml: str) -> None:
     learn_name(PEER, "training")
     lease = site.hold()
     site.leases.attach_task(lease, PEER, site.now, job_id=JOB)
@@ -184,13 +184,9 @@ def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Pat
     site.leases.detach_task(lease, outcome="failed")
     site.leases.release(lease, PEER)
     site.store()
-    config = tmp_path / "worker.toml"
-    config.write_text(
-        'work_dir = "."\ncert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n'
-    )
 
     def run(*options: str) -> str:
-        result = CliRunner().invoke(main, ["accounts", "--config", str(config), *options])
+        result = CliRunner().invoke(main, ["accounts", "--config", worker_toml, *options])
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -205,7 +201,7 @@ def test_owner_reads_the_accounts_as_text_json_and_csv(site: Site, tmp_path: Pat
     assert run().endswith("  4.0 s at 3600 an hour = 4.0000 tokens  failed\n1 leases, 4.0 s, 4.0000 tokens\n")
     assert json.loads(run("--format", "json", "--since", "1d")) == []
     assert json.loads(run("--format", "json", "--since", "1970-01-01T00:16:44+00:00")) == [row]
-    wrong = CliRunner().invoke(main, ["accounts", "--config", str(config), "--since", "yesterday"])
+    wrong = CliRunner().invoke(main, ["accounts", "--config", worker_toml, "--since", "yesterday"])
     assert wrong.exit_code == 2
     assert "'yesterday' is no period: write a duration such as 30m" in wrong.stderr
 

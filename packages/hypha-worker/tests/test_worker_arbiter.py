@@ -351,10 +351,15 @@ def test_a_flood_never_takes_everything_before_an_equal_or_better_bid(flood: int
 RARE = ExecutorDescriptor("train", "rare")
 
 
-def asking(
-    number: int, peer: int = 0, bid: float = 100.0, cpu: float = 5.0, executor: ExecutorDescriptor = TRAIN
+def numbered(
+    number: int,
+    peer: int = 0,
+    bid: float = 100.0,
+    received_at: float = 0.0,
+    cpu: float = 5.0,
+    executor: ExecutorDescriptor = TRAIN,
 ) -> ReceivedRequest:
-    return received(request(number, bid, executor=executor, cpu=cpu), peer)
+    return received(request(number, bid, executor=executor, cpu=cpu), peer, received_at)
 
 
 def chosen(batch: list[ReceivedRequest], **policy: object) -> list[int]:
@@ -365,40 +370,32 @@ def chosen(batch: list[ReceivedRequest], **policy: object) -> list[int]:
 
 
 def test_profit_prefers_the_highest_price() -> None:
-    assert chosen([asking(0), asking(1, bid=140.0), asking(2, bid=120.0)]) == [1]
+    assert chosen([numbered(0), numbered(1, bid=140.0), numbered(2, bid=120.0)]) == [1]
 
 
 def test_utilization_prefers_the_fullest_use() -> None:
-    assert chosen([asking(0, bid=140.0, cpu=3.0), asking(1, cpu=8.0)], evaluation="utilization") == [1]
+    assert chosen([numbered(0, bid=140.0, cpu=3.0), numbered(1, cpu=8.0)], evaluation="utilization") == [1]
 
 
 def test_affinity_prefers_peers_and_executors_in_the_order_of_the_list() -> None:
-    batch = [asking(0, bid=150.0), asking(1, peer=1), asking(2, peer=2, executor=RARE)]
+    batch = [numbered(0, bid=150.0), numbered(1, peer=1), numbered(2, peer=2, executor=RARE)]
     assert chosen(batch, evaluation="affinity", prefer=(str(PEERS[1]), "rare")) == [1]
     assert chosen(batch, evaluation="affinity", prefer=("rare", str(PEERS[1]))) == [2]
     assert chosen(batch, evaluation="affinity") == [0]
 
 
 def test_affinity_excludes_nobody() -> None:
-    assert chosen([asking(0, peer=3)], evaluation="affinity", prefer=(str(PEERS[1]), "rare")) == [0]
+    assert chosen([numbered(0, peer=3)], evaluation="affinity", prefer=(str(PEERS[1]), "rare")) == [0]
 
 
 @pytest.mark.parametrize("name", ["profit", "utilization"])
 def test_preference_decides_between_equal_prices(name: str) -> None:
-    batch = [asking(0), asking(1, peer=1)]
+    batch = [numbered(0), numbered(1, peer=1)]
     assert chosen(batch, evaluation=name) == [0]
     assert chosen(batch, evaluation=name, prefer=(str(PEERS[1]),)) == [1]
 
 
-TRAINING = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("train", "x"),))
-SERVER = WorkerSpec(resources=Resources(cpu=1.0), executor=(ExecutorDescriptor("aggregate", "x"),))
-
-
-def numbered(
-    number: int, peer: int = 0, bid: float = 100.0, received_at: float = 0.0, spec: WorkerSpec = TRAINING
-) -> ReceivedRequest:
-    request = WorkerRequest(id=uuid.UUID(int=number), spec=spec, timeout_ms=5000, bid=bid)
-    return ReceivedRequest(PEERS[peer], request, received_at)
+SERVER = ExecutorDescriptor("aggregate", "x")
 
 
 def numbers(batch: RequestBatch) -> list[int]:
@@ -475,8 +472,8 @@ def test_a_repeated_request_replaces_the_older_one() -> None:
 def test_a_publication_replaces_all_of_the_one_before() -> None:
     deferred = DeferredRequests()
     deferred.add(numbered(0))
-    deferred.add(numbered(1, received_at=0.05, spec=SERVER))
-    deferred.add(numbered(2, peer=1, spec=SERVER))
+    deferred.add(numbered(1, received_at=0.05, executor=SERVER))
+    deferred.add(numbered(2, peer=1, executor=SERVER))
     assert kept(deferred) == [0, 1, 2]
     deferred.drop_superseded([numbered(3, received_at=0.5)])
     assert kept(deferred) == [2]
@@ -486,7 +483,7 @@ def test_the_next_deadline_is_that_of_the_oldest_request() -> None:
     deferred = DeferredRequests()
     assert deferred.next_deadline == float("inf")
     deferred.add(numbered(0, received_at=1.0))
-    deferred.add(numbered(1, received_at=1.1, spec=SERVER))
+    deferred.add(numbered(1, received_at=1.1, executor=SERVER))
     assert deferred.next_deadline == 6.0
     deferred.forget(PEERS[0])
     assert deferred.pending == ()
@@ -495,8 +492,7 @@ def test_the_next_deadline_is_that_of_the_oldest_request() -> None:
 def test_a_flood_of_different_requests_leaves_a_place_to_others() -> None:
     deferred = DeferredRequests()
     for number in range(2 * REQUEST_BATCH_SIZE):
-        spec = WorkerSpec(resources=Resources(cpu=number / 1000), executor=TRAINING.executor)
-        deferred.add(numbered(number, spec=spec))
+        deferred.add(numbered(number, cpu=number / 1000))
     deferred.add(numbered(9999, peer=1, received_at=0.1))
     assert len(deferred.pending) == REQUEST_BATCH_SIZE
     assert 9999 in kept(deferred)

@@ -32,14 +32,6 @@ ACCESS = AccessPolicy(hosts=("127.0.0.1",))
 BIG = 1 << 30
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[ContentCache]:
-    cache = ContentCache(tmp_path / "cache", BIG)
-    cache.open()
-    yield cache
-    cache.close()
-
-
 def sha256(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 

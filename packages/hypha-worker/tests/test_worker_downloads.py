@@ -388,9 +388,9 @@ async def test_a_key_that_the_owner_may_not_read_is_denied_in_words(endpoint: st
     assert (status, "s3://models/dir" in detail, "connectors.s3_access_key" in detail) == (403, True, True), detail
 
 
-async def test_an_object_in_the_cache_is_asked_for_and_not_sent_again(endpoint: str, tmp_path: Path) -> None:
-    cache = ContentCache(tmp_path / "cache", 1 << 30)
-    cache.open()
+async def test_an_object_in_the_cache_is_asked_for_and_not_sent_again(
+    endpoint: str, tmp_path: Path, cache: ContentCache
+) -> None:
     client = s3_client(endpoint)
     client.put_object(Bucket="models", Key="changing", Body=b"one")
 
@@ -407,7 +407,6 @@ async def test_an_object_in_the_cache_is_asked_for_and_not_sent_again(endpoint: 
     assert kept.stat().st_mtime_ns > used
     client.put_object(Bucket="models", Key="changing", Body=b"two")
     assert await fetched() == b"two"
-    cache.close()
 
 
 def test_secrets_are_in_no_representation() -> None:
@@ -415,9 +414,9 @@ def test_secrets_are_in_no_representation() -> None:
     assert SECRET not in repr(S3Settings("http://x", None, "id", SECRET))
 
 
-async def test_an_object_at_another_presigned_url_is_taken_from_the_cache(endpoint: str, tmp_path: Path) -> None:
-    cache = ContentCache(tmp_path / "cache", 1 << 30)
-    cache.open()
+async def test_an_object_at_another_presigned_url_is_taken_from_the_cache(
+    endpoint: str, tmp_path: Path, cache: ContentCache
+) -> None:
     client = policy(endpoint).s3
     urls = [client.presign("models", "dir/a b.bin", timedelta(hours=hours)) for hours in (1, 2)]
     (tmp_path / "job").mkdir()
@@ -431,4 +430,3 @@ async def test_an_object_at_another_presigned_url_is_taken_from_the_cache(endpoi
         used.append([path.stat().st_mtime_ns for path in (cache.folder / "objects").iterdir()])
     assert len(used[1]) == 1
     assert used[1] > used[0]
-    cache.close()

@@ -253,14 +253,10 @@ async def test_socket_of_a_killed_worker_is_replaced_and_that_of_a_running_one_k
     assert "another worker uses this work_dir" in caplog.text
 
 
-def test_worker_is_found_by_its_configuration(tmp_path: Path) -> None:
-    config = tmp_path / "worker.toml"
-    config.write_text(
-        'work_dir = "w"\ncert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n'
-    )
-    found = CliRunner().invoke(main, ["drain", "--config", str(config)])
+def test_worker_is_found_by_its_configuration(tmp_path: Path, worker_toml: str) -> None:
+    found = CliRunner().invoke(main, ["drain", "--config", worker_toml])
     assert found.exit_code == 3
-    assert f"no worker listens at {tmp_path / 'w' / 'control' / 'worker.sock'}" in found.stderr
+    assert f"no worker listens at {tmp_path / 'control' / 'worker.sock'}" in found.stderr
     for wrong in (["drain"], ["drain", "--config", str(tmp_path / "none.toml")], ["drain", "--timeout", "-1"]):
         assert CliRunner().invoke(main, wrong).exit_code == 2
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from support.path_swaps import swapping
 from support.task_settings import all_of, training
 from support.training_bridge import ATTEMPT, make_bridge, make_context
 
@@ -43,27 +42,6 @@ from hypha_worker.tasks.output_store import OutputOwner, OutputStore
 SECRET = b"the worker's private key"
 RACES = 1000
 PEER = PeerId.parse("12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5")
-SWAP = """
-import itertools, os, sys
-os.chdir(sys.argv[1])
-os.write(1, b"x")
-gaps = itertools.count()
-while os.getppid() == int(sys.argv[2]):
-    for name in sys.argv[3:]:
-        try:
-            os.rename(name, name + ".mine")
-            os.rename(name + ".other", name)
-            os.rename(name, name + ".other")
-            os.rename(name + ".mine", name)
-        except OSError:
-            while os.path.lexists(name + ".mine"):  # the worker has made a folder in a gap
-                try:
-                    os.rename(name, f"{name}.{next(gaps)}")
-                    os.rename(name + ".mine", name)
-                except OSError:
-                    pass
-"""
-"""Puts NAME.other in the place of NAME and back, again and again."""
 
 
 @dataclass
@@ -132,21 +110,6 @@ class Job:
         assert SECRET not in self.received
 
 
-@contextmanager
-def swapping(folder: Path, *names: str) -> Iterator[None]:
-    """Run a process that swaps entries of a folder until the end of the context."""
-    arguments = [str(folder), str(os.getpid()), *names]
-    command = [sys.executable, "-I", "-S", "-c", SWAP, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.read(1) == b"x"
-            yield
-            assert process.poll() is None
-        finally:
-            process.kill()
-
-
 @asynccontextmanager
 async def open_job(folder: Path) -> AsyncIterator[Job]:
     network = MemoryNetwork()
@@ -183,37 +146,6 @@ def in_job(tmp_path: Path) -> Callable[..., Any]:
 
 
 InJob = Callable[..., Any]
-
-
-@pytest.mark.parametrize(
-    ("made", "told"),
-    [
-        ("symbolic link", "symbolic link"),
-        ("symbolic link to a folder", "symbolic link"),
-        ("hard link", "a file with 2 hard links"),
-        ("FIFO", "a FIFO"),
-        ("socket", "a socket"),
-    ],
-)
-async def test_only_a_regular_file_of_its_own_is_sent(in_job: InJob, made: str, told: str) -> None:
-    async with in_job() as job:
-        path = job.work_dir / "x"
-        if made == "symbolic link":
-            path.symlink_to(job.outside / "secret")
-        elif made == "symbolic link to a folder":
-            path.symlink_to(job.outside)
-        elif made == "hard link":
-            path.hardlink_to(job.outside / "secret")
-        elif made == "FIFO":
-            os.mkfifo(path)
-        else:
-            os.mknod(path, 0o140600)
-        with pytest.raises(BridgeError) as caught:
-            await job.send("x/secret" if made.endswith("folder") else "x")
-        assert caught.value.status == 400
-        assert told in caught.value.detail
-        path.unlink()
-        assert job.received == []
 
 
 async def test_a_link_where_pushed_files_were_kept_is_not_followed(in_job: InJob) -> None:

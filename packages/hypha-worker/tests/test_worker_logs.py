@@ -195,12 +195,8 @@ def test_a_log_is_followed_over_rotations_until_its_run_ends(logs: LogFolder, ta
 
 
 @pytest.fixture
-def run(tmp_path: Path, known: LogFolder) -> Callable[..., Result]:
-    config = tmp_path / "worker.toml"
-    config.write_text(
-        'work_dir = "."\ncert_pem = "c"\nkey_pem = "k"\ntrust_pem = "t"\ngateway_addresses = ["/ip4/127.0.0.1/tcp/1"]\n'
-    )
-    return lambda *arguments: CliRunner().invoke(main, ["logs", "--config", str(config), *arguments])
+def run(worker_toml: str, known: LogFolder) -> Callable[..., Result]:
+    return lambda *arguments: CliRunner().invoke(main, ["logs", "--config", worker_toml, *arguments])
 
 
 def test_the_command_prints_a_log(run: Callable[..., Result]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -14,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from support.path_swaps import swapping
 
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.downloads import Downloads
@@ -22,17 +22,6 @@ from hypha_worker.errors import BridgeError
 from hypha_worker.openat import IrregularFileError, LinkInPathError
 from hypha_worker.task_files import TaskEndedError, TaskFiles
 from hypha_worker.task_storage import TaskStorage
-
-SWAP = """
-import os, sys
-os.chdir(sys.argv[1])
-os.write(1, b"x")
-while os.getppid() == int(sys.argv[2]):
-    os.rename("d", "mine")
-    os.rename("link", "d")
-    os.rename("d", "link")
-    os.rename("mine", "d")
-"""
 
 
 @pytest.fixture
@@ -103,16 +92,20 @@ def test_only_regular_files_are_opened_and_nothing_is_waited_for(
         files.take(PurePosixPath("x"), tmp_path / "taken")
 
 
+def nest(folder: Path, *names: str) -> None:
+    """Make a folder in each other, and a file ``x`` in the last: the path may be longer than the system takes."""
+    inner = os.open(folder, os.O_RDONLY)
+    for name in names:
+        os.mkdir(name, dir_fd=inner)
+        outer, inner = inner, os.open(name, os.O_RDONLY, dir_fd=inner)
+        os.close(outer)
+    os.close(os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=inner))
+    os.close(inner)
+
+
 def test_a_path_longer_than_the_system_takes_is_opened_part_by_part(files: TaskFiles) -> None:
     parts = ["d" * 250] * 20
-    folder = os.open(files.work_dir, os.O_RDONLY)
-    for part in parts:
-        os.mkdir(part, dir_fd=folder)
-        inner = os.open(part, os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = inner
-    os.close(os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=folder))
-    os.close(folder)
+    nest(files.work_dir, *parts)
     assert sum(stat.S_ISREG(about.st_mode) for _, about in files.walk()) == 1
     assert content(files.open_regular(PurePosixPath(*parts, "x"))) == b""
     subprocess.run(["rm", "-rf", str(files.work_dir)], check=True)  # pytest cannot
@@ -174,37 +167,23 @@ def test_a_swapped_folder_never_leads_out(files: TaskFiles, tmp_path: Path) -> N
     """A folder and a link take each other's place while it is opened and walked a thousand times, in both ways."""
     (files.work_dir / "d").mkdir()
     (files.work_dir / "d" / "secret").write_text("mine")
-    (files.work_dir / "link").symlink_to(tmp_path / "outside")
+    (files.work_dir / "d.other").symlink_to(tmp_path / "outside")
     (tmp_path / "outside" / "other").write_text("other")
     found, walked = Counter[bytes](), set[str]()
-    command = [sys.executable, "-I", "-S", "-c", SWAP, str(files.work_dir), str(os.getpid())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.read(1) == b"x"
-            while found.total() < 1000 or (len(found) == 1 and found.total() < 100_000):
-                try:
-                    found[content(files.open_file("d/secret"))] += 1
-                except BridgeError:
-                    found[b"refused"] += 1
-                walked.update(path.rpartition("/")[2] for path, _ in files.walk())
-            assert process.poll() is None
-        finally:
-            process.kill()
+    with swapping(files.work_dir, "d"):
+        while found.total() < 1000 or (len(found) == 1 and found.total() < 100_000):
+            try:
+                found[content(files.open_file("d/secret"))] += 1
+            except BridgeError:
+                found[b"refused"] += 1
+            walked.update(path.rpartition("/")[2] for path, _ in files.walk())
     assert set(found) == {b"mine", b"refused"}
-    assert walked <= {"d", "link", "mine", "secret"}
+    assert walked <= {"d", "d.other", "d.mine", "secret"}
 
 
 def test_a_deep_tree_is_walked_level_by_level(files: TaskFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each level was opened from the top: a job with 30,000 levels kept a thread busy for a minute."""
-    folder = os.open(files.work_dir, os.O_RDONLY)
-    for _ in range(1000):
-        os.mkdir("folder", dir_fd=folder)
-        inner = os.open("folder", os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = inner
-    os.close(os.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=folder))
-    os.close(folder)
+    nest(files.work_dir, *["folder"] * 1000)
     opened: list[Any] = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda path, *how, **at: opened.append(path) or real(path, *how, **at))

@@ -53,7 +53,7 @@ from hypha_proto.tasks import (
 )
 from hypha_proto.transfer import TASK_RESOURCE, TASK_RESULT, PullRequest, PushHeader, Refusal
 from hypha_worker.connectors.downloads import Downloads
-from hypha_worker.service import Worker, open_worker
+from hypha_worker.service import open_worker
 from hypha_worker.tasks.resource_pushes import ResourcePushes
 
 InTaskLab = Callable[..., Any]
@@ -100,10 +100,10 @@ def output_of(report: StatusUpdate, name: str = "out") -> StoredOutput:
     return next(output for output in report.finished.outputs if output.name == name)
 
 
-async def found_by(lab: Any, report: StatusUpdate) -> Any:
+async def found_by(lab: Any, report: StatusUpdate, worker: PeerId | None = None) -> Any:
     """Return what a task with the code `READ` has found."""
     request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-    return json.loads(await pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20))
+    return json.loads(await pull_bytes(lab.server, worker or lab.peer, request, max_bytes=1 << 20))
 
 
 async def make_output(
@@ -114,15 +114,13 @@ async def make_output(
 
 
 @asynccontextmanager
-async def second_worker(
-    lab: Any, make_config: Any, name: str = "second"
-) -> AsyncIterator[tuple[Worker, MemoryEndpoint]]:
-    """Run a further worker, which has a lease of its own."""
-    folder = lab.folder / name
-    folder.mkdir()
+async def second_worker(lab: Any, make_config: Any) -> AsyncIterator[tuple[PeerId, uuid.UUID]]:
+    """Run a further worker, while the first makes no more offers; yields its peer id and a lease."""
+    (folder := lab.folder / "second").mkdir()
     config = make_config(folder, executors=[PYTHON])
-    async with lab.network.endpoint(name) as endpoint, open_worker(config, endpoint) as worker:
-        yield worker, endpoint
+    async with lab.network.endpoint("second") as endpoint, open_worker(config, endpoint):
+        lab.worker.lease_manager.close()
+        yield endpoint.peer_id, await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
 
 
 async def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> None:
@@ -166,28 +164,18 @@ async def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, ma
     async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
         await lab.scheduler.release(lab.peer, lease)
-        async with second_worker(lab, make_config) as (_, endpoint):
-            lab.worker.lease_manager.close()
-            second = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
-            tasks.locate = answering(ResourceLocation(pull=PullFiles(located(output, lab.peer))))
-            one = located(output, lab.peer)[1]
-            single = LocatedFile(
-                path="", dataset=one.dataset, index=one.index, size=one.size, digest=one.digest, peers=one.peers
-            )
-            folder = tasks.locate
+        folder = located(output, lab.peer)
+        single = msgspec.structs.replace(folder[1], path="")
 
-            async def locate(peer: PeerId, question: LocateResource) -> ResourceLocation:
-                if question.resource == "single":
-                    return ResourceLocation(pull=PullFiles((single,)))
-                return await folder(peer, question)
+        async def locate(_peer: PeerId, question: LocateResource) -> ResourceLocation:
+            return ResourceLocation(pull=PullFiles((single,) if question.resource == "single" else folder))
 
-            tasks.locate = locate
+        tasks.locate = locate
+        async with second_worker(lab, make_config) as (peer, second):
             resources = (result(), result("single"))
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=resources, executor="python")
             report = await tasks.end("t")
-            request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-            found = json.loads(await pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
-            assert found == {"r": FOUND, "single": "same"}
+            assert await found_by(lab, report, peer) == {"r": FOUND, "single": "same"}
             assert report.finished is not None
             assert report.finished.bytes_received == 17
             assert {question.attempt for question in tasks.questions} == {tasks.name("t")}
@@ -385,9 +373,7 @@ async def test_a_result_is_pushed_to_another_worker(
     accept = ResourcePushes.accept
     async with in_task_lab() as (lab, tasks, lease):
         output = await make_output(tasks, lease)
-        async with second_worker(lab, make_config) as (_, endpoint):
-            lab.worker.lease_manager.close()
-            second = await lab.scheduler.hire(ExecutorDescriptor.parse("python"))
+        async with second_worker(lab, make_config) as (peer, second):
             arrived = anyio.Event()
 
             def accept_early(deliveries: ResourcePushes, peer: PeerId, header: PushHeader) -> Any:
@@ -395,12 +381,10 @@ async def test_a_result_is_pushed_to_another_worker(
                 return accept(deliveries, peer, header)
 
             monkeypatch.setattr(ResourcePushes, "accept", accept_early)
-            begun = pushing(tasks, lab, output, endpoint.peer_id, arrived if early else None)
+            begun = pushing(tasks, lab, output, peer, arrived if early else None)
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=(result(),), executor="python")
             report = await tasks.end("t")
-            request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-            found = json.loads(await pull_bytes(lab.server, endpoint.peer_id, request, max_bytes=1 << 20))
-            assert found == {"r": FOUND}
+            assert await found_by(lab, report, peer) == {"r": FOUND}
             assert begun == [PushBegun(accepted=True)]
             assert report.finished is not None
             assert report.finished.bytes_received == 13
