@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,17 @@ def small_disk(folder: Path, size: int, mode: str = "755") -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], timeout=10, check=True)
+
+
+@contextmanager
+def limited(kind: int, size: int) -> Iterator[None]:
+    """Set a soft limit of this process; one of the file size fails like a full disk, with "too large"."""
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
 
 
 def fill(path: Path, left: int = 0) -> None:

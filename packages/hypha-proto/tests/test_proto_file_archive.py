@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.small_disk import limited
 
 from hypha_proto.file_archive import MAX_ARCHIVE_FILES, ArchiveError, is_archive, unpack_archive
 
@@ -45,13 +46,8 @@ def test_files_packed_with_their_folder_are_unpacked(tmp_path: Path) -> None:
 def test_a_file_that_is_not_written_whole_is_an_error(tmp_path: Path) -> None:
     archive = pack(tmp_path / "model.tar", {"weights.safetensors": bytes(1 << 20)})
     (tmp_path / "out").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))  # as on a full disk, the write stops midway
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            unpack_archive(archive, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with limited(resource.RLIMIT_FSIZE, 1 << 19), pytest.raises(OSError, match="File too large"):  # it stops midway
+        unpack_archive(archive, tmp_path / "out")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", bytes(512), bytes(10240), b"x" * 20000])

@@ -7,13 +7,12 @@ import json
 import math
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.small_disk import limited
 
 from hypha_proto.errors import TensorFileError
 from hypha_proto.job_spec import Nesterov
@@ -25,6 +24,10 @@ Arrays = dict[str, NDArray[np.float32]]
 SHAPES = {"layer.weight": (300, 700), "layer.bias": (700,), "norm.mean": (5,), "scale": (), "none": (0, 3)}
 STATISTICS = frozenset({"norm.mean"})
 LAYOUT = UpdateMetadata(statistics=STATISTICS)
+PLAIN = UpdateMetadata()
+MEAN = Nesterov(learning_rate=1.0, momentum=0.0)
+"""Settings whose result is the mean of the updates."""
+OUTER = Nesterov(learning_rate=1.0, momentum=0.9)
 
 
 def random_update(rng: np.random.Generator) -> Arrays:
@@ -46,17 +49,6 @@ def numbers(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     count = np.arange(np.prod(shape, dtype=np.int64), dtype=np.uint64)
     mixed = (count + np.uint64(1 + 1_000_003 * seed)) * np.uint64(0x9E3779B97F4A7C15)
     return ((mixed >> np.uint64(40)).astype("f4") / np.float32(1 << 29) - np.float32(1 / 64)).reshape(shape)
-
-
-@contextmanager
-def limited(kind: int, size: int) -> Iterator[None]:
-    """Set a soft limit of this process while the context is open."""
-    before = resource.getrlimit(kind)
-    resource.setrlimit(kind, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, before)
 
 
 def sgd(gradients: list[NDArray[np.float64]], rate: float, momentum: float, nesterov: bool) -> NDArray[np.float64]:
@@ -93,7 +85,7 @@ def test_the_weighted_mean_is_exact_to_float32_rounding(tmp_path: Path) -> None:
     rng, weights = np.random.default_rng(2), (4.0, 1.0, 2.0, 1.0)
     updates = [random_update(rng) for _ in weights]
     files = [(write(tmp_path / f"{n}", update), w) for n, (update, w) in enumerate(zip(updates, weights, strict=True))]
-    outer_step(files, tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.0), LAYOUT)
+    outer_step(files, tmp_path / "m", tmp_path / "result", MEAN, LAYOUT)
     for name, values in read(tmp_path / "result").items():
         exact = sum(w * u[name].astype(np.float64) for w, u in zip(weights, updates, strict=True)) / 8.0
         np.testing.assert_array_equal(values, np.asarray(exact, dtype=np.float32), err_msg=name)
@@ -134,12 +126,12 @@ def test_the_number_of_threads_does_not_change_the_result(tmp_path: Path, thread
     files = []
     for worker, weight in enumerate((3.0, 1.0)):
         update = {name: numbers(shape, worker) for name, shape in shapes.items()}
-        files.append((write(tmp_path / f"{worker}", update, UpdateMetadata()), weight))
+        files.append((write(tmp_path / f"{worker}", update, PLAIN), weight))
     for _ in range(2):
         found = []
         for folder, count in ((tmp_path / "one", 1), (tmp_path / "several", threads)):
             folder.mkdir(exist_ok=True)
-            step = folder / "m", folder / "result", Nesterov(learning_rate=0.7, momentum=0.9), UpdateMetadata()
+            step = folder / "m", folder / "result", Nesterov(learning_rate=0.7, momentum=0.9), PLAIN
             outer_step(files, *step, threads=count)
             found.append((folder / "result").read_bytes() + (folder / "m").read_bytes())
         assert found[0] == found[1]
@@ -175,8 +167,8 @@ def test_integers_that_not_every_member_declares_are_averaged(tmp_path: Path) ->
 
 
 def test_all_zero_weights_count_equally(tmp_path: Path) -> None:
-    files = [(write(tmp_path / f"{n}", {"a": np.full(3, n, np.float32)}, UpdateMetadata()), 0.0) for n in (1, 3)]
-    outer_step(files, tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.0), UpdateMetadata())
+    files = [(write(tmp_path / f"{n}", {"a": np.full(3, n, np.float32)}, PLAIN), 0.0) for n in (1, 3)]
+    outer_step(files, tmp_path / "m", tmp_path / "result", MEAN, PLAIN)
     np.testing.assert_array_equal(read(tmp_path / "result")["a"], np.full(3, 2, np.float32))
 
 
@@ -185,44 +177,35 @@ def test_half_precision_updates_give_a_float32_result(tmp_path: Path) -> None:
         with TensorFileWriter(tmp_path / f"{number}", {"a": TensorInfo(dtype, (4,))}) as writer:
             writer.write("a", np.full(4, 1.5 + number, np.float32))
     files = [(tmp_path / "0", 3.0), (tmp_path / "1", 1.0)]
-    outer_step(files, tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.0), UpdateMetadata())
+    outer_step(files, tmp_path / "m", tmp_path / "result", MEAN, PLAIN)
     with TensorFile(tmp_path / "result") as file:
         assert file.tensors["a"] == TensorInfo("F32", (4,))
         np.testing.assert_array_equal(file.tensor("a"), np.full(4, 1.75, np.float32))
 
 
 def test_a_failed_step_leaves_the_momentum_unchanged(tmp_path: Path) -> None:
-    good = write(tmp_path / "good", {"a": np.ones(3, np.float32)}, UpdateMetadata())
-    outer_step(
-        [(good, 1.0)], tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.9), UpdateMetadata()
-    )
+    good = write(tmp_path / "good", {"a": np.ones(3, np.float32)}, PLAIN)
+    outer_step([(good, 1.0)], tmp_path / "m", tmp_path / "result", OUTER, PLAIN)
     before = (tmp_path / "m").read_bytes()
-    other = write(tmp_path / "other", {"a": np.ones(4, np.float32)}, UpdateMetadata())
+    other = write(tmp_path / "other", {"a": np.ones(4, np.float32)}, PLAIN)
     with pytest.raises(TensorFileError, match="differ in the shape"):
-        outer_step(
-            [(good, 1.0), (other, 1.0)],
-            tmp_path / "m",
-            tmp_path / "r",
-            Nesterov(learning_rate=1.0, momentum=0.9),
-            LAYOUT,
-        )
+        outer_step([(good, 1.0), (other, 1.0)], tmp_path / "m", tmp_path / "r", OUTER, LAYOUT)
     assert (tmp_path / "m").read_bytes() == before
     assert not (tmp_path / "r").exists()
     with pytest.raises(ValueError, match="at least one update"):
-        outer_step([], tmp_path / "m", tmp_path / "r", Nesterov(learning_rate=1.0, momentum=0.9), LAYOUT)
+        outer_step([], tmp_path / "m", tmp_path / "r", OUTER, LAYOUT)
     with pytest.raises(ValueError, match="negative"):
-        outer_step([(good, -1.0)], tmp_path / "m", tmp_path / "r", Nesterov(learning_rate=1.0, momentum=0.9), LAYOUT)
+        outer_step([(good, -1.0)], tmp_path / "m", tmp_path / "r", OUTER, LAYOUT)
 
 
 def test_the_momentum_is_replaced_only_after_the_result(tmp_path: Path) -> None:
     """Otherwise the step could not be taken again: its updates would enter the momentum twice."""
-    update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, UpdateMetadata())
-    optimizer = Nesterov(learning_rate=1.0, momentum=0.9)
-    outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", optimizer, UpdateMetadata())
+    update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, PLAIN)
+    outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", OUTER, PLAIN)
     before = (tmp_path / "m").read_bytes()
     (tmp_path / "folder").mkdir()  # no file can be moved there
     with pytest.raises(OSError, match="folder"):
-        outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "folder", optimizer, UpdateMetadata())
+        outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "folder", OUTER, PLAIN)
     assert (tmp_path / "m").read_bytes() == before
 
 
@@ -237,14 +220,8 @@ def test_a_full_disk_fails_the_step_and_leaves_nothing_of_it(
     """
     if not reserves:
         monkeypatch.delattr(os, "posix_fallocate")
-    update = write(tmp_path / "u", {"a": numbers((2 * PART + 3,), 0)}, UpdateMetadata())
-    step = (
-        [(update, 1.0)],
-        tmp_path / "m",
-        tmp_path / "result",
-        Nesterov(learning_rate=1.0, momentum=0.9),
-        UpdateMetadata(),
-    )
+    update = write(tmp_path / "u", {"a": numbers((2 * PART + 3,), 0)}, PLAIN)
+    step = [(update, 1.0)], tmp_path / "m", tmp_path / "result", OUTER, PLAIN
     outer_step(*step)
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with limited(resource.RLIMIT_FSIZE, 3 * PART), pytest.raises(OSError, match="File too large"):
@@ -264,20 +241,19 @@ def test_a_step_needs_memory_for_a_few_blocks_only(tmp_path: Path) -> None:
         files.append((tmp_path / name, 1.0))
     [used] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
     with limited(resource.RLIMIT_DATA, (int(used.split()[1]) << 10) + (40 << 20)):
-        step = tmp_path / "m", tmp_path / "result", Nesterov(learning_rate=1.0, momentum=0.9), UpdateMetadata()
+        step = tmp_path / "m", tmp_path / "result", OUTER, PLAIN
         outer_step(files, *step, threads=2)
     with TensorFile(tmp_path / "result") as result:
         assert result.tensors == {"a": TensorInfo("F32", (elements,))}
 
 
 def test_a_momentum_of_another_model_is_refused(tmp_path: Path) -> None:
-    update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, UpdateMetadata())
-    optimizer = Nesterov(learning_rate=1.0, momentum=0.9)
+    update = write(tmp_path / "u", {"a": np.ones(3, np.float32)}, PLAIN)
     cases = [((2,), "a", "m and u differ in the shape of 'a'"), ((3,), "b", "m holds no tensor 'a'")]
     for shape, name, message in cases:
-        momentum = write(tmp_path / "m", {name: np.ones(shape, np.float32)}, UpdateMetadata()).read_bytes()
+        momentum = write(tmp_path / "m", {name: np.ones(shape, np.float32)}, PLAIN).read_bytes()
         with pytest.raises(TensorFileError, match=message):
-            outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", optimizer, UpdateMetadata())
+            outer_step([(update, 1.0)], tmp_path / "m", tmp_path / "result", OUTER, PLAIN)
         assert (tmp_path / "m").read_bytes() == momentum
 
 
@@ -286,7 +262,7 @@ def test_an_update_with_nan_or_infinity_is_refused(tmp_path: Path, poison: float
     values = np.zeros(300_000, np.float32)
     values[299_999] = poison
     with pytest.raises(TensorFileError, match="NaN or infinity"):
-        inspect_update(write(tmp_path / "bad", {"a": values}, UpdateMetadata()))
+        inspect_update(write(tmp_path / "bad", {"a": values}, PLAIN))
 
 
 @pytest.mark.parametrize("huge", [3e38, -3e38, 1.1e30])
@@ -295,7 +271,7 @@ def test_an_update_whose_outer_step_would_overflow_is_refused(tmp_path: Path, hu
     values = np.zeros(300_000, np.float32)
     values[299_999] = huge
     with pytest.raises(TensorFileError, match=r"tensor 'a' holds a number beyond 1e\+30"):
-        inspect_update(write(tmp_path / "huge", {"a": values}, UpdateMetadata()))
+        inspect_update(write(tmp_path / "huge", {"a": values}, PLAIN))
 
 
 def test_the_norm_is_that_of_all_tensors_but_statistics(tmp_path: Path) -> None:
@@ -303,7 +279,7 @@ def test_the_norm_is_that_of_all_tensors_but_statistics(tmp_path: Path) -> None:
     about = UpdateMetadata(statistics=frozenset({"b"}))
     assert inspect_update(write(tmp_path / "x", arrays, about)).norm == pytest.approx(math.sqrt(600_000 / 4 + 9))
     large = {"a": np.full(4, 9e29, np.float32)}
-    assert inspect_update(write(tmp_path / "large", large, UpdateMetadata())).norm == pytest.approx(1.8e30)
+    assert inspect_update(write(tmp_path / "large", large, PLAIN)).norm == pytest.approx(1.8e30)
 
 
 def test_layouts_differ_by_name_shape_dtype_and_statistics(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import json
 import random
 import resource
 import struct
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.small_disk import limited
 
 from hypha_proto.errors import ProtoError, TensorFileError
 from hypha_proto.safetensors_io import HEADER_LIMIT, TensorFile, TensorFileWriter, TensorInfo, from_float, to_float32
@@ -246,17 +245,6 @@ def test_elements_outside_a_tensor_are_refused(tmp_path: Path, begin: int) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """Limit file sizes to `size` bytes, which fails like a full disk with "too large" instead of "no space"."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("names", [1, 500], ids=["at the last bytes", "in the header"])
 def test_full_disk_leaves_only_the_old_file(tmp_path: Path, names: int) -> None:
     path = tmp_path / "a.safetensors"
@@ -268,7 +256,7 @@ def test_full_disk_leaves_only_the_old_file(tmp_path: Path, names: int) -> None:
             for name in info:
                 writer.write(name, np.zeros(1, "f4"))
 
-    with files_up_to(64), pytest.raises(OSError, match="File too large"):
+    with limited(resource.RLIMIT_FSIZE, 64), pytest.raises(OSError, match="File too large"):
         write()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
