@@ -175,13 +175,17 @@ def test_a_round_does_not_need_a_silent_worker_if_another_asks_to_take_its_place
 LARGE = job_table(rounds={"update_rounds": 3, "avg_samples_between_updates": 4800})
 
 
-@pytest.fixture
-def job() -> Job:
-    """Three workers that have begun the first round of many batches."""
+def large() -> Job:
     made = Job(table=LARGE)
     made.open()
     made.lease(PEERS[:3])
     return made
+
+
+@pytest.fixture
+def job() -> Job:
+    """Three workers that have begun the first round of many batches."""
+    return large()
 
 
 def report(
@@ -239,9 +243,7 @@ def test_a_wrong_statement_of_the_last_batch_takes_nothing_from_others(job: Job,
 
 
 def test_the_answer_agrees_with_that_to_single_reports(job: Job) -> None:
-    other = Job(table=LARGE)
-    other.open()
-    other.lease(PEERS[:3])
+    other = large()
     for first in range(3):
         for peer in (A, B, C):
             answer = report(job, peer, first, 1)
@@ -277,10 +279,7 @@ def test_a_report_after_the_update_changes_no_samples(job: Job) -> None:
     assert counted(job, A) == before
 
 
-def test_a_late_report_of_an_executor_that_has_ended_counts_nothing() -> None:
-    job = Job(table=LARGE)
-    job.open()
-    job.lease(PEERS[:3])
+def test_a_late_report_of_an_executor_that_has_ended_counts_nothing(job: Job) -> None:
     for peer in PEERS[:3]:
         job.join(peer)
     task = job.leases[A]

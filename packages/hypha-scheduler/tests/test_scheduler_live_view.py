@@ -91,6 +91,7 @@ def test_inference_tasks_and_unknown_strategies_are_drawn() -> None:
     assert (tasks.progress, tasks.rows[PEER].doing, tasks.rows[PEER].is_gone) == ((1, None, "tasks"), "lost", False)
     assert drawn(told(*placed(), {"event": "waltz", "time": 120.0, "steps": 3})).startswith("running  cost 0.9")
     assert drawn(told({"event": "round"}, {"event": "part"}, {"event": 3}, {})).startswith("accepted  cost 0")
+    assert drawn(told({"event": "placement", "workers": None})).startswith("running  cost 0")
 
 
 def test_pauses_and_workers_that_have_left_are_seen() -> None:

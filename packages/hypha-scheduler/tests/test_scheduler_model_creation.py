@@ -10,22 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 from support.stored_model import write_model
 
 from hypha_net.transfer import PullSource
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import Nesterov, PeersReference
-from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
+from hypha_proto.job_spec import PeersReference
 from hypha_proto.transfer import PullRequest
-from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_scheduler.errors import JobFailedError
 from hypha_scheduler.jobs.artifacts import ArtifactCopies
 from hypha_scheduler.jobs.config import ModelTable, StartModelTable
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.strategies.diloco.config import DilocoJobConfig
-from hypha_scheduler.strategies.diloco.result_model import START_MODEL, ResultModel
+from hypha_scheduler.strategies.diloco.result_model import START_MODEL
 from hypha_scheduler.submission.client import read_job
 from hypha_scheduler.submission.validation import validate_job
 
@@ -167,25 +164,6 @@ def test_the_seed_of_the_job_is_that_of_its_weights_unless_they_have_their_own(t
 def test_a_relative_configuration_is_relative_to_the_job_file(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('dataset = "digits"\n[model]\nconfig = "small"\ntype = "causal-lm"\n')
     assert read_job(tmp_path / "job.toml")["model"]["config"] == str(tmp_path / "small")
-
-
-async def test_a_job_starts_from_a_checkpoint_of_another(tmp_path: Path) -> None:
-    directory = tmp_path / "job"
-    start = directory / START_MODEL
-    start.mkdir(parents=True)
-    (start / "config.json").write_text("{}")
-    with TensorFileWriter(start / "model.safetensors", {"w": TensorInfo("F32", (3,))}, {}) as writer:
-        writer.write("w", np.ones(3, np.float32))
-    update = tmp_path / "update.safetensors"
-    write_update(update, {"w": (3,)}, [("w", np.full(3, 2, "f4"))], UpdateMetadata(round=1))
-    result = ResultModel(directory, Nesterov(learning_rate=0.7, momentum=0.9), checkpoint_every=1)
-    await result.advance(update, 1)
-    await result.commit(1)
-    checkpoint = await result.write_checkpoint()
-    model = StartModelTable(path=checkpoint, type="causal-lm")
-    await ArtifactCopies(JOB, PEER).open(model, "model", tmp_path / "next" / START_MODEL, unchanged=True)
-    with TensorFile(tmp_path / "next" / START_MODEL / "model.safetensors") as file:
-        assert file.tensor("w").tolist() == [3.0] * 3
 
 
 BODY = ("embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight", "pooler.dense.bias")

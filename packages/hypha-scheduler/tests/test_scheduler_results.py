@@ -7,6 +7,7 @@ import json
 import shutil
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -145,18 +146,8 @@ async def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
-HERE = PeerId.from_public_key(bytes(32))
-
-
-class Context:
-    """Part of `JobContext` that is used."""
-
-    job_id = uuid.UUID(int=7)
-    scheduler = HERE
-
-
 def served(files: dict[str, Path | bytes]) -> ServedFiles:
-    context: Any = Context()
+    context: Any = SimpleNamespace(job_id=uuid.UUID(int=7), scheduler=PEER)
     return ServedFiles(context, "results", files)
 
 
@@ -164,7 +155,7 @@ def test_the_files_are_located_here_and_served_as_they_are_requested(tmp_path: P
     files = served({"a.json": b"{}", "deep/b.bin": tmp_path / "b"})
     answer, _ = checked_location((files.location(), ()))
     assert answer.pull is not None
-    assert [(file.path, file.peers) for file in answer.pull.files] == [("a.json", (HERE,)), ("deep/b.bin", (HERE,))]
+    assert [(file.path, file.peers) for file in answer.pull.files] == [("a.json", (PEER,)), ("deep/b.bin", (PEER,))]
     found = [files.resolve(PullRequest(dataset=file.dataset, index=file.index)) for file in answer.pull.files]
     assert found == [PullSource(b"{}"), PullSource(tmp_path / "b")]
 

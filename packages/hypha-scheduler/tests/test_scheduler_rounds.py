@@ -42,12 +42,17 @@ def test_late_starter_takes_part_with_few_batches() -> None:
     assert answer.counter < 4
 
 
-def make(minimum: int = 2, rounds: int = 2) -> Rounds:
-    made = Rounds(RoundSettings(rounds, 64, 16, minimum), PEERS[:3], 0.0)
-    for peer in PEERS[:3]:
+def begun(limits: RoundSettings, workers: int) -> Rounds:
+    """Return rounds in which each worker has trained a batch of a second."""
+    made = Rounds(limits, PEERS[:workers], 0.0)
+    for peer in PEERS[:workers]:
         made.training_began(peer, 0.0)
         batch_done(made, peer, 16, 1.0, 1.0)
     return made
+
+
+def make(minimum: int = 2, rounds: int = 2) -> Rounds:
+    return begun(RoundSettings(rounds, 64, 16, minimum), 3)
 
 
 @pytest.fixture
@@ -182,10 +187,7 @@ def test_pause_for_want_of_late_workers_names_the_timeout() -> None:
 
 
 def test_last_round_does_not_wait_for_a_late_executor() -> None:
-    rounds = Rounds(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
-    for peer in PEERS[:2]:
-        rounds.training_began(peer, 0.0)
-        batch_done(rounds, peer, 16, 1.0, 1.0)
+    rounds = begun(RoundSettings(rounds=1, target=96, batch_size=16, min_members=1, timeout=10.0), 2)
     rounds.update_started(PEERS[0], 2.0)
     assert rounds.expire(6.0) == (suspected_event(PEERS[1], 1, 5.0),)
     assert rounds.expire(10.0) == (late_event(PEERS[1], 1, 10.0), AnnounceRound(1, ((PEERS[0], 16),)))
@@ -211,10 +213,8 @@ def test_parameter_server_that_takes_no_outer_step_is_replaced(rounds: Rounds) -
 
 
 def test_outer_step_deadline_includes_the_round_timeout() -> None:
-    rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=1, timeout=10.0), PEERS[:2], 0.0)
+    rounds = begun(RoundSettings(rounds=1, target=32, batch_size=16, min_members=1, timeout=10.0), 2)
     for peer in PEERS[:2]:
-        rounds.training_began(peer, 0.0)
-        batch_done(rounds, peer, 16, 1.0)
         rounds.update_started(peer, 2.0)
     assert rounds.expire(2.0 + 10.0 + 30.0) == ()
     rounds.outer_step_taken(45.0)
@@ -272,10 +272,8 @@ def test_round_whose_last_batch_meets_the_target_is_not_overdue() -> None:
 
 
 def test_losing_a_worker_after_the_last_outer_step_does_not_fail_the_job() -> None:
-    rounds = Rounds(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), PEERS[:2], 0.0)
+    rounds = begun(RoundSettings(rounds=1, target=32, batch_size=16, min_members=2), 2)
     for peer in PEERS[:2]:
-        rounds.training_began(peer, 0.0)
-        batch_done(rounds, peer, 16, 1.0)
         rounds.update_started(peer, 2.0)
     rounds.outer_step_taken(3.0)
     assert rounds.update_merged(PEERS[0], 4.0) == Done()

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,13 +112,6 @@ HERE = PeerId.from_public_key(bytes(32))
 TARGET = PushTarget(Path("/runs/job/updates/a.safetensors"), 100)
 
 
-class Context:
-    """Part of `JobContext` that a task needs."""
-
-    job_id = uuid.UUID(int=7)
-    scheduler = HERE
-
-
 def training(samples: int = 40, batch_size: int = 16) -> Training:
     return Training(samples, batch_size, TARGET)
 
@@ -128,7 +122,7 @@ def header(kind: str) -> PushHeader:
 
 
 def train_config(optimizer: InnerOptimizerTable) -> TrainConfig:
-    context: Any = Context()
+    context: Any = SimpleNamespace(job_id=uuid.UUID(int=7), scheduler=HERE)
     source = SchedulerReference(peer=HERE, dataset="model")
     model = Model(task="image-classification", artifact=source, input_names=())
     spec = training().spec(context, "train/kind", model, DatasetTable(dataset="digits"), optimizer)
