@@ -533,6 +533,12 @@ class Lab:
         await self.ended(before + 1)
 
 
+async def run_inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+    """Run the work of a thread in the event loop: a virtual clock does not wait for threads."""
+    await anyio.lowlevel.checkpoint()
+    return work(*arguments)
+
+
 @asynccontextmanager
 async def open_scripted_jobs(
     monkeypatch: pytest.MonkeyPatch,
@@ -550,16 +556,12 @@ async def open_scripted_jobs(
     Transfers of files have threads of their own, and need `real_time`. Without `streams` workers open no task streams.
     """
 
-    async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        await anyio.lowlevel.checkpoint()
-        return work(*arguments)
-
     async def open_dataset(*_: Any, **__: Any) -> DatasetView:
         return dataset(endpoints[1].peer_id)
 
     used = strategy or ScriptedStrategy()
     if not real_time:
-        monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
+        monkeypatch.setattr(anyio.to_thread, "run_sync", run_inline)
     monkeypatch.setattr("hypha_scheduler.service.load_strategy", lambda _name, _allowed=None: used)
     monkeypatch.setattr("hypha_scheduler.jobs.context.open_dataset", open_dataset)
     network = MemoryNetwork(seed=seed)

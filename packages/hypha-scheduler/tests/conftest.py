@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from support.authority import Authority
-from support.scripted_jobs import Lab, OpenJobs, ScriptedJob, ScriptedStrategy, open_scripted_jobs
+from support.scripted_jobs import Lab, OpenJobs, ScriptedJob, ScriptedStrategy, open_scripted_jobs, run_inline
 
 OpenJob = Callable[..., AbstractAsyncContextManager[tuple[Lab, Any]]]
 
@@ -54,10 +53,5 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def inline_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the work of threads in the event loop: a virtual clock does not wait for threads."""
-
-    async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        await anyio.lowlevel.checkpoint()
-        return work(*arguments)
-
-    monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
+    """Run the work of threads in the event loop."""
+    monkeypatch.setattr(anyio.to_thread, "run_sync", run_inline)

@@ -387,18 +387,22 @@ async def test_a_job_goes_on_with_its_own_copy_of_the_start_model(tmp_path: Path
     assert (context.directory / "outer-state" / "round-2").is_dir()
 
 
-def damage_weights(directory: Path) -> None:
-    path = directory / "outer-state" / "round-2" / "weights.safetensors"
+def damage_weights(context: Context) -> None:
+    path = context.directory / "outer-state" / "round-2" / "weights.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def remove_state(directory: Path) -> None:
-    shutil.rmtree(directory / "outer-state" / "round-2")
+def remove_state(context: Context) -> None:
+    shutil.rmtree(context.directory / "outer-state" / "round-2")
 
 
-def change_start_model(directory: Path) -> None:
-    (directory / "start-model" / "config.json").write_text('{"changed": true}')
+def change_start_model(context: Context) -> None:
+    (context.directory / "start-model" / "config.json").write_text('{"changed": true}')
+
+
+def change_dataset(context: Context) -> None:
+    context.manifest = '{"changed": true}'
 
 
 @pytest.mark.parametrize(
@@ -407,21 +411,12 @@ def change_start_model(directory: Path) -> None:
         (damage_weights, r"round-2/weights\.safetensors: the file is damaged"),
         (remove_state, r"round-2: the directory is missing"),
         (change_start_model, r"the job cannot go on: model is 'blake3:\w+', and was 'blake3:\w+'"),
+        (change_dataset, r"the manifest of dataset '.*' has the digest"),
     ],
 )
-async def test_files_that_were_changed_since_are_named(
-    tmp_path: Path, change: Callable[[Path], None], what: str
-) -> None:
+async def test_what_was_changed_since_is_named(tmp_path: Path, change: Callable[[Context], None], what: str) -> None:
     context, job, journal = await interrupted(tmp_path)
-    change(context.directory)
+    change(context)
     with pytest.raises(JobFailedError, match=what):
-        async with STRATEGY.open(job, context, journal):
-            pass
-
-
-async def test_a_dataset_that_was_changed_since_is_named(tmp_path: Path) -> None:
-    context, job, journal = await interrupted(tmp_path)
-    context.manifest = '{"changed": true}'
-    with pytest.raises(JobFailedError, match=r"the manifest of dataset '.*' has the digest"):
         async with STRATEGY.open(job, context, journal):
             pass

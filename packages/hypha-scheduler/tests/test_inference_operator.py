@@ -21,6 +21,7 @@ from support.inference_simulation import (
     Simulation,
     answer,
     faults,
+    in_place,
     job_table,
     part_of,
 )
@@ -57,11 +58,7 @@ ROWS = (3, 5, 1, 4, 7, 2, 6, 3)
 @pytest.fixture(autouse=True)
 def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in threads is done in place, and nothing waits for the disk."""
-
-    async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        return work(*arguments)
-
-    monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
+    monkeypatch.setattr(anyio.to_thread, "run_sync", in_place)
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 

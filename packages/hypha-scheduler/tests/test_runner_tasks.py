@@ -162,24 +162,18 @@ async def test_message_and_work_outcomes_reach_the_operator(open_job: OpenJob, m
         assert {tag: outcomes[tag] for tag in failures} == failures
 
 
-async def test_own_methods_reach_the_operator_from_its_tasks_only(
-    open_job: OpenJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Answering(QuietOperator):
-        def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
-            return (RefusalKnown(), ()) if source else super().on_message(source, name, message, now)
-
-    strategy = ScriptedStrategy(Answering, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
+async def test_own_methods_reach_the_operator_from_its_tasks_only(open_job: OpenJob) -> None:
     heard: list[TaskRef | None] = []
 
-    def note(operator: Any, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
-        if name == "act":
-            return None, tuple(message)
-        assert name == UPDATE_REFUSED.name
-        heard.append(source)
-        return RefusalKnown(), ()
+    class Noting(QuietOperator):
+        def on_message(self, source: TaskRef | None, name: str, message: Any, now: float) -> Any:
+            if name == "act":
+                return super().on_message(source, name, message, now)
+            assert name == UPDATE_REFUSED.name
+            heard.append(source)
+            return RefusalKnown(), ()
 
-    monkeypatch.setattr(Answering, "on_message", note)
+    strategy = ScriptedStrategy(Noting, methods=[StrategyMethod(UPDATE_REFUSED, unknown_job=RefusalKnown())])
     async with open_job(strategy) as (lab, operator):
         worker = await start_task(lab, operator)
         stranger = next(other for other in lab.workers if other is not worker)
@@ -245,16 +239,19 @@ async def test_nothing_of_peers_without_a_running_task_reaches_the_operator(open
         assert await speak() == 0  # a task that has ended
 
 
+class Barrier(QuietOperator):
+    """Operator that answers each request for a slice alike."""
+
+    answer: Any = RetryAfter(8.0)
+
+    def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
+        self.hear("slice", now)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
 async def test_request_for_a_slice_is_asked_again_at_the_next_event(open_jobs: OpenJobs) -> None:
-    class Barrier(QuietOperator):
-        answer: Any = RetryAfter(8.0)
-
-        def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
-            self.hear("slice", now)
-            if isinstance(self.answer, Exception):
-                raise self.answer
-            return self.answer
-
     strategy = ScriptedStrategy(Barrier, dataset=True)
     async with open_jobs(strategy) as lab:
         operator = await lab.start()
@@ -335,10 +332,6 @@ async def test_one_request_is_assigned_as_many_slices_as_it_asks_for_and_there_a
 
 
 async def test_requests_of_one_peer_that_wait_are_limited(open_job: OpenJob) -> None:
-    class Barrier(QuietOperator):
-        def next_slice(self, task: TaskRef, dataset: str, now: float) -> Any:
-            return RetryAfter(8.0)
-
     async with open_job(ScriptedStrategy(Barrier, dataset=True)) as (lab, operator):
         worker = await start_task(lab, operator)
         answers: list[Any] = []
@@ -486,10 +479,7 @@ async def test_exception_of_an_operator_fails_its_job_alone(open_jobs: OpenJobs,
     async with open_jobs(strategy) as lab:
         operator, other = await lab.start(), await lab.start()
         worker = await start_task(lab, operator)
-        if method == "on_message":
-            operator.on_message = raising
-        else:
-            setattr(operator, method, raising)
+        setattr(operator, method, raising)
         await provoke(lab, operator, worker, BUGS[method])
         await check_other_job_goes_on(lab, other)
         assert "a bug" in str(lab.results[0])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -30,27 +30,14 @@ TRAIN, AGGREGATE = uuid.UUID(int=1), uuid.UUID(int=2)
 PEERS = [PeerId.from_public_key(bytes([n]) * 32) for n in range(8)]
 
 
+def role_request(role: str = "train", count: int = 1, cpu: float = 1.0, **more: Any) -> RoleRequest:
+    spec = WorkerSpec(resources=Resources(cpu=cpu), executor=(ExecutorDescriptor(role, "any"),))
+    return RoleRequest(role, spec, 100, 120, count, **more)
+
+
 def auction(train: int = 3, auction_settings: AuctionTable | None = None) -> Auction:
-    made = Auction(
-        (
-            RoleRequest(
-                "train",
-                WorkerSpec(resources=Resources(cpu=1), executor=(ExecutorDescriptor("train", "t"),)),
-                100,
-                120,
-                train,
-            ),
-            RoleRequest(
-                "aggregate",
-                WorkerSpec(resources=Resources(), executor=(ExecutorDescriptor("aggregate", "p"),)),
-                100,
-                120,
-                1,
-            ),
-        ),
-        auction_settings or AuctionTable(),
-        Random(0),
-    )
+    requests = role_request(count=train), role_request("aggregate", cpu=0.0)
+    made = Auction(requests, auction_settings or AuctionTable(), Random(0))
     made.register_request(TRAIN, "train")
     made.register_request(AGGREGATE, "aggregate")
     return made
@@ -285,7 +272,7 @@ def test_only_the_newest_offer_of_a_peer_and_role_counts() -> None:
 
 
 def test_a_peer_has_an_offer_for_each_request_of_a_role_whose_leases_may_share_it() -> None:
-    shared = replace(auction(train=3).role_requests[0], distinct_peers=False)
+    shared = role_request(count=3, distinct_peers=False)
     made = Auction((shared,), random=Random(0))
     requests = [TRAIN, uuid.UUID(int=3), uuid.UUID(int=4)]
     for request in requests:
@@ -347,14 +334,7 @@ def test_pauses_of_a_peer_double_up_to_a_bound() -> None:
 
 
 def test_offers_of_excluded_peers_are_ignored_with_a_reason_and_not_waited_for() -> None:
-    request = RoleRequest(
-        "train",
-        WorkerSpec(resources=Resources(cpu=1), executor=(ExecutorDescriptor("train", "t"),)),
-        100,
-        120,
-        1,
-        excluded=frozenset(PEERS[:1]),
-    )
+    request = role_request(excluded=frozenset(PEERS[:1]))
     made = Auction((request,), AuctionTable(), Random(0))
     made.register_request(TRAIN, "train")
     assert not made.add_offer(PEERS[0], offer(0, 1), 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -615,20 +616,26 @@ async def test_allocation_error_names_workers_held_for_another_role(tmp_path: Pa
         assert not any(line.endswith(": ") for line in lines)
 
 
-@pytest.mark.parametrize("kind", ["accepted", "placed"])
-async def test_full_disk_fails_the_job_and_not_the_scheduler(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    kept = Journal.append
+@contextmanager
+def full_disk(kind: str, failures: float = math.inf) -> Iterator[list[str]]:
+    """Let the journal find no room for records of a kind so many times; yield the records that it had none for."""
+    append, refused = Journal.append, list[str]()
 
-    def append(journal: Journal, what: str, /, **fields: object) -> None:
-        if what == kind:
+    def find_no_room(journal: Journal, what: str, /, **fields: object) -> None:
+        if what == kind and len(refused) < failures:
+            refused.append(what)
             raise OSError(errno.ENOSPC, "No space left on device")
-        kept(journal, what, **fields)
+        append(journal, what, **fields)
 
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(Journal, "append", find_no_room)
+        yield refused
+
+
+@pytest.mark.parametrize("kind", ["accepted", "placed"])
+async def test_full_disk_fails_the_job_and_not_the_scheduler(tmp_path: Path, model: Path, kind: str) -> None:
     async with open_network(tmp_path) as (service, workers, _shared):
-        with monkeypatch.context() as full, expect_failure() as messages:
-            full.setattr(Journal, "append", append)
+        with full_disk(kind), expect_failure() as messages:
             await service.run_job(job(model))
         assert "No space left on device" in messages[0]
         assert "; free space on that disk, then resume the job or submit it again" in messages[0]
@@ -638,24 +645,12 @@ async def test_full_disk_fails_the_job_and_not_the_scheduler(
 
 
 @pytest.mark.parametrize("kind", ["announced", "round", "contributed", "ended"])
-async def test_job_pauses_while_the_disk_has_no_room_for_its_records(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    kept, failures = Journal.append, 3
-
-    def append(journal: Journal, what: str, /, **fields: object) -> None:
-        nonlocal failures
-        if what == kind and failures:
-            failures -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        kept(journal, what, **fields)
-
+async def test_job_pauses_while_the_disk_has_no_room_for_its_records(tmp_path: Path, model: Path, kind: str) -> None:
     async with open_network(tmp_path) as (service, _workers, _shared):
-        with monkeypatch.context() as full:
-            full.setattr(Journal, "append", append)
+        with full_disk(kind, failures=3) as refused:
             result = json.loads((await service.run_job(job(model))).read_text())
         assert result["rounds"] == 3
-    assert failures == 0
+    assert len(refused) == 3
     [paused] = [event for event in events(tmp_path) if event["event"] == "paused"]
     assert "No space left on device; free space on that disk, then the job goes on" in paused["reason"]
     [continued] = [event for event in events(tmp_path) if event["event"] == "continued"]

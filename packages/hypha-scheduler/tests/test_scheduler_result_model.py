@@ -22,7 +22,7 @@ from support.waiting import run
 from hypha_proto.file_digests import digest_directory, digest_file
 from hypha_proto.global_model import MOMENTUM, WEIGHTS, GlobalModel, RoundState
 from hypha_proto.job_spec import Nesterov
-from hypha_proto.safetensors_io import Array, Float32Array, TensorFile, TensorFileWriter, TensorInfo, from_float
+from hypha_proto.safetensors_io import Array, TensorFile, TensorFileWriter, TensorInfo, from_float
 from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 from hypha_scheduler.errors import JobFailedError
@@ -409,18 +409,6 @@ def test_a_commit_that_fails_can_be_repeated(tmp_path: Path, keep: bool) -> None
 ROUNDS = 40
 
 
-def make_model(folder: Path, dtype: str, start: Float32Array) -> Path:
-    folder.mkdir()
-    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo(dtype, start.shape)}) as writer:
-        writer.write("w", start)
-    return folder
-
-
-def write(path: Path, number: int, values: Float32Array) -> Path:
-    write_update(path, {"w": values.shape}, [("w", values)], UpdateMetadata(round=number))
-    return path
-
-
 def stored(path: Path) -> Array:
     with TensorFile(path) as file:
         return np.array(file.stored("w"))
@@ -429,7 +417,10 @@ def stored(path: Path) -> Array:
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 async def test_many_small_updates_give_the_rounding_of_the_workers_weights(tmp_path: Path, dtype: str) -> None:
     rng = np.random.default_rng(3)
-    folder = make_model(tmp_path / START_MODEL, dtype, rng.normal(0, 0.5, 3000).astype("f4"))
+    folder = tmp_path / START_MODEL
+    folder.mkdir()
+    with TensorFileWriter(folder / "model.safetensors", {"w": TensorInfo(dtype, (3000,))}) as writer:
+        writer.write("w", rng.normal(0, 0.5, 3000).astype("f4"))
     with TensorFile(folder / "model.safetensors") as file:
         start = file.tensor("w")
     worker = start.copy()
@@ -438,7 +429,8 @@ async def test_many_small_updates_give_the_rounding_of_the_workers_weights(tmp_p
     for number in range(1, ROUNDS + 1):
         change = rng.normal(1e-4, 1e-5, worker.shape).astype("f4")
         before, worker = worker, worker + change
-        advance = await result.advance(write(tmp_path / f"u{number}", number, change), number)
+        write_update(tmp_path / "u", {"w": (3000,)}, [("w", change)], UpdateMetadata(round=number))
+        advance = await result.advance(tmp_path / "u", number)
         assert (advance.before, advance.weights) == (
             digest_weights([("w", before)]),
             digest_weights([("w", worker)]),
@@ -665,8 +657,9 @@ async def test_a_resumed_job_keeps_its_checkpoints_and_evaluations(result: Resul
     assert checkpoints(zeros) == ["index.json", "round-1", "round-5"]
 
 
-async def test_a_malformed_index_costs_the_evaluations_alone(zeros: Path, caplog: pytest.LogCaptureFixture) -> None:
-    result = ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1)
+async def test_a_malformed_index_costs_the_evaluations_alone(
+    result: ResultModel, zeros: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     await take_checkpoint(result, 1)
     (zeros / "checkpoints" / "index.json").write_text('{"evaluations": {"1": {"loss": "low"}}}')
     ResultModel(zeros, OUTER, checkpoint_every=1, evaluate_every=1).restore(1, result.weights)

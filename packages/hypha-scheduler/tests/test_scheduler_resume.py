@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from click.testing import CliRunner, Result
-from support.inference_simulation import FakeContext, FakeDataset, Simulation, job_table
+from support.inference_simulation import FakeContext, FakeDataset, Simulation, in_place, job_table
 
 from hypha_proto.record_file import EVENTS
 from hypha_scheduler.audit import NoAuditError, audit
@@ -338,11 +338,7 @@ def test_a_refused_job_exits_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the directory of a job that has computed `ROWS`."""
-
-    async def inline(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
-        return work(*arguments)
-
-    monkeypatch.setattr(anyio.to_thread, "run_sync", inline)
+    monkeypatch.setattr(anyio.to_thread, "run_sync", in_place)
     directory = tmp_path / "job"
     directory.mkdir()
     run = Simulation(FakeContext(directory, FakeDataset(ROWS)), job_table())

@@ -51,7 +51,8 @@ from hypha_scheduler.strategies.tasks.strategy import _with_locations
 PEER = PeerId.from_public_key(bytes(32))
 TOKEN = "hf_PrivateToken0123456789"
 FILES = {"config.json": b'{"model_type": "x"}', "model.safetensors": weights(size=25_000)}
-LOOPBACK = ("127.0.0.0/8",)
+WEB = source_access(("127.0.0.0/8",), S3Settings())
+"""Access to the servers of the tests."""
 
 
 def packed(contents: dict[str, bytes]) -> bytes:
@@ -108,10 +109,11 @@ def open_model(
 def open_source_dataset(folder: Path, source: dict[str, Any], check: Callable[[RunnerContext, Any], None]) -> None:
     """Have a job open a dataset of a table, and `check` what it has then."""
 
+    folder.mkdir(exist_ok=True)
+
     async def main() -> JobFailedError | None:
         async with MemoryNetwork().endpoint("scheduler") as endpoint, anyio.create_task_group() as tasks:
-            access = source_access(LOOPBACK, S3Settings())
-            host = JobHost(endpoint, folder, access=access)
+            host = JobHost(endpoint, folder, access=WEB)
             job, job_id = JobTable(type="any"), uuid.UUID(int=5)
             runner: Any = SimpleNamespace(host=host, job=job, job_id=job_id, directory=folder, tasks=tasks)
             context = RunnerContext(runner)
@@ -164,12 +166,11 @@ def s3() -> Iterator[str]:
 
 
 def test_a_model_at_a_url_is_unpacked_here_and_workers_get_the_url(tmp_path: Path, web: str) -> None:
-    access = source_access(LOOPBACK, S3Settings())
-    found = open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, access)
+    found = open_model(tmp_path / "copy", {"uri": f"{web}/model.tar"}, WEB)
     assert (found.reference, found.files) == (UriReference(value=f"{web}/model.tar"), ())
     assert stored(tmp_path / "copy") == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-    again = open_model(tmp_path / "copy", {"uri": "http://gone.invalid/model.tar"}, access)
+    again = open_model(tmp_path / "copy", {"uri": "http://gone.invalid/model.tar"}, WEB)
     assert isinstance(again.reference, PeersReference), "the copy is served, and not fetched again"
 
 
@@ -201,10 +202,9 @@ def test_workers_get_a_presigned_url_that_needs_no_keys(tmp_path: Path, s3: str)
 
 
 def test_a_served_model_needs_no_access_of_the_workers(tmp_path: Path, web: str) -> None:
-    access = source_access(LOOPBACK, S3Settings())
     for unchanged in (True, False):
         folder = tmp_path / str(unchanged)
-        found = open_model(folder, {"uri": f"{web}/model.tar", "serve": True}, access, unchanged=unchanged)
+        found = open_model(folder, {"uri": f"{web}/model.tar", "serve": True}, WEB, unchanged=unchanged)
         assert isinstance(found.reference, PeersReference)
         assert found.reference.filenames == tuple(FILES)
         assert stored(folder) == FILES
@@ -213,7 +213,7 @@ def test_a_served_model_needs_no_access_of_the_workers(tmp_path: Path, web: str)
 async def test_one_file_of_a_preprocessor_needs_no_archive(tmp_path: Path, web: str) -> None:
     table = PreprocessorTable.model_validate({"uri": f"{web}/preprocessor_config.json"})
     async with MemoryNetwork().endpoint("scheduler") as endpoint:
-        downloads = SourceDownloads(endpoint, source_access(LOOPBACK, S3Settings()))
+        downloads = SourceDownloads(endpoint, WEB)
         found = await ArtifactCopies(uuid.UUID(int=5), PEER, downloads=downloads).open(
             table, "preprocessor", tmp_path / "copy", unchanged=True
         )
@@ -245,9 +245,8 @@ def refused(folder: Path, source: dict[str, Any], access: SourceAccess | None = 
     ],
 )
 def test_what_cannot_be_fetched_or_unpacked_is_named(tmp_path: Path, web: str, path: str, told: str) -> None:
-    access = source_access(LOOPBACK, S3Settings())
     with pytest.raises(JobFailedError, match=f"^model.uri: .*{told}") as caught:
-        open_model(tmp_path / "copy", {"uri": f"{web}/{path}"}, access)
+        open_model(tmp_path / "copy", {"uri": f"{web}/{path}"}, WEB)
     assert SECRET not in str(caught.value)
     assert not (tmp_path / "copy").exists()
 
@@ -327,7 +326,6 @@ def test_slices_of_a_dataset_from_elsewhere_are_served_here(
     hub.files = {**contents, "README.md": b"# Digits", "data/train.parquet": b"PAR1"}
     archive = tmp_path / "digits.tar"
     archive.write_bytes(packed(contents))
-    (tmp_path / "job").mkdir()
 
     def check(context: RunnerContext, dataset: Any) -> None:
         assert (dataset.name, dataset.samples) == (f"{uuid.UUID(int=5)}/dataset", [10, 10])
@@ -392,7 +390,6 @@ def test_a_repository_that_is_no_prepared_dataset_is_refused(
 ) -> None:
     contents = {**slices_in(tmp_path / "digits"), **changes}
     hub.files = {name: content for name, content in contents.items() if content is not None}
-    (tmp_path / "job").mkdir()
     source = {"repository": hub.repository, "token": TOKEN}
     with pytest.raises(JobFailedError, match=rf"^dataset\.repository: org/digits {re.escape(why)}") as caught:
         open_source_dataset(tmp_path / "job", source, lambda *_: pytest.fail("opened"))
