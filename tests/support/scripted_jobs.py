@@ -159,6 +159,11 @@ class QuietOperator:
         """Let the runner look at the demand and the deadline again."""
         self.context.notify("act", ())
 
+    def want(self, *demand: RoleRequest) -> None:
+        """Ask for other leases than before."""
+        self.demand = demand
+        self.refresh()
+
     def task(self, name: str = "task", lease: int = 0, attempt: int = 0) -> TaskRef:
         return TaskRef(name, self.leases[lease], attempt)
 

@@ -51,8 +51,7 @@ def events(lab: Lab, kind: str) -> list[dict[str, Any]]:
 async def test_raised_count_finds_leases_that_are_delivered_one_by_one(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
         operator: QuietOperator = await lab.acquire()
-        operator.demand = (role(count=3),)
-        operator.refresh()
+        operator.want(role(count=3))
         found = await operator.until("acquired", 3)
         assert [len(leases) for leases in found] == [1, 1, 1]
         assert {lease.peer for [lease] in found} == {worker.endpoint.peer_id for worker in lab.workers}
@@ -153,8 +152,7 @@ async def test_timeout_bounds_the_time_below_the_minimum_whatever_else_changes(o
         lab.worker(leases[1]).forgotten.add(leases[1].id)
         await operator.until("lost", 2)
         await anyio.sleep(5.0)
-        operator.demand = (role(count=4, minimum=3, early=True, settle=2.0),)
-        operator.refresh()
+        operator.want(role(count=4, minimum=3, early=True, settle=2.0))
         [(name, reasons)] = await operator.until("timeout")
         assert 29.0 < anyio.current_time() - since < 32.0
         assert name == "train"
@@ -188,8 +186,7 @@ async def test_a_shortage_is_told_at_once_and_again_while_the_job_waits(open_job
         assert first["text"] == "2 of 4 held, 1 more needed; 2 of 2 suitable"
         await anyio.sleep(70.0)
         assert [each["text"] for each in events(lab, "shortage")] == [first["text"]] * 3
-        operator.demand = (role(count=4, minimum=2, early=True, settle=2.0),)
-        operator.refresh()
+        operator.want(role(count=4, minimum=2, early=True, settle=2.0))
         await operator.until("acquired")
         before = len(events(lab, "shortage"))
         await anyio.sleep(200.0)  # it could grow, but waits for nobody
@@ -211,8 +208,7 @@ async def test_search_for_a_replacement_takes_the_worker_that_is_replaced_if_it_
     """A worker that drains is replaced before its lease ends; it may be the only one that comes."""
     async with open_job(workers=1) as (lab, operator):
         [[first]] = await operator.until("acquired")
-        operator.demand = (role(count=2),)
-        operator.refresh()
+        operator.want(role(count=2))
         await anyio.sleep(5)
         operator.demand = (role(count=1),)
         lab.worker(first).forgotten.add(first.id)
@@ -230,8 +226,7 @@ async def test_lease_that_ends_in_a_partition_is_released_when_its_worker_is_bac
         worker, network = lab.worker(first), lab.endpoint._network
         network.partition(lab.peer, first.peer)
         if how == "released":
-            operator.demand = ()
-            operator.refresh()
+            operator.want()
         else:
             [(lost, _)] = await operator.until("lost")
             assert lost == first
@@ -267,20 +262,17 @@ async def test_a_lease_at_an_excluded_peer_is_replaced_and_released(open_jobs: O
             worker.cores = 0
         operator: QuietOperator = await lab.start()
         [[first]] = await operator.until("acquired")
-        operator.demand = (replace(role(), excluded=frozenset({first.peer})),)
-        operator.refresh()
+        operator.want(replace(role(), excluded=frozenset({first.peer})))
         await anyio.sleep(5.0)
         assert lab.worker(first).released == []
         lab.workers[1].cores = 1
         _, [second] = await operator.until("acquired", 2)
         assert second.peer == lab.workers[1].endpoint.peer_id
         await lab.worker(first).until(lambda: lab.worker(first).released)
-        operator.demand = (role(count=2),)
-        operator.refresh()
+        operator.want(role(count=2))
         _, _, [third] = await operator.until("acquired", 3)
         assert third.peer == first.peer
-        operator.demand = (replace(role(count=2), excluded=frozenset({first.peer})),)
-        operator.refresh()
+        operator.want(replace(role(count=2), excluded=frozenset({first.peer})))
         await lab.worker(first).until(lambda: len(lab.worker(first).released) == 2)
         await anyio.sleep(5.0)
         assert len(operator.told("acquired")) == 3
@@ -292,8 +284,7 @@ async def test_a_task_on_a_lease_at_an_excluded_peer_goes_on(open_job: OpenJob) 
         [[first]] = await operator.until("acquired")
         operator.act(StartTask(operator.task(), SPEC))
         await operator.until("update")
-        operator.demand = (replace(role(count=2), excluded=frozenset({first.peer})),)
-        operator.refresh()
+        operator.want(replace(role(count=2), excluded=frozenset({first.peer})))
         _, [second] = await operator.until("acquired", 2)
         assert second.peer != first.peer
         assert lab.worker(first).released == []
@@ -307,16 +298,14 @@ async def test_surplus_leases_go_once_they_have_no_task(open_jobs: OpenJobs) -> 
         start = [StartTask(operator.task(f"t{n}", n), SPEC) for n in (0, 1)]
         operator.act(*start)
         await operator.until("update", 2)
-        operator.demand = (role(count=0),)
-        operator.refresh()
+        operator.want(role(count=0))
         busy, other, idle = leases
         await lab.worker(idle).until(lambda: lab.worker(idle).released)
         assert lab.worker(busy).released == lab.worker(other).released == []
         await lab.worker(busy).end(busy.id)
         await lab.worker(busy).until(lambda: lab.worker(busy).released)
         assert lab.worker(other).released == []
-        operator.demand = (role(count=1),)
-        operator.refresh()
+        operator.want(role(count=1))
         assert len(operator.told("acquired")) == 1
         await lab.finish(operator)
         assert lab.worker(idle).released == [(idle.id, "the job needs it no longer")]
@@ -375,8 +364,7 @@ async def test_job_that_fails_at_an_allocation_timeout_asks_for_no_more_workers(
         lab.endpoint.gateway_peers = {"/ip4/10.0.0.1/tcp/4001": None}
         lab.endpoint.gateway_errors = {"/ip4/10.0.0.1/tcp/4001": "Connection refused"}
         operator: QuietOperator = await lab.start(ScriptedJob(seconds=2.0))
-        operator.demand = (role(count=1, minimum=1),)
-        operator.refresh()
+        operator.want(role(count=1, minimum=1))
         [failure] = await lab.ended()
         assert type(failure).__name__ == "AllocationError"
         assert "0 of 1 for train" in str(failure)
@@ -399,8 +387,7 @@ async def test_released_leases_are_answered_for_before_a_job_ends(open_jobs: Ope
 async def test_two_requests_for_one_role_fail_the_job(open_jobs: OpenJobs) -> None:
     async with open_jobs() as lab:
         operator: QuietOperator = await lab.acquire()
-        operator.demand = (role(count=1), role(count=2))
-        operator.refresh()
+        operator.want(role(count=1), role(count=2))
         [failure] = await lab.ended()
         assert "two requests for role 'train'" in str(failure)
 
@@ -419,8 +406,7 @@ def test_role_with_distinct_peers_shares_its_peer_with_no_other(
         folder.mkdir()
         async with open_scripted_jobs(monkeypatch, folder, strategy, workers=3, cores=3, seed=seed) as lab:
             operator: QuietOperator = await lab.acquire()
-            operator.demand = (alone, many)
-            operator.refresh()
+            operator.want(alone, many)
             while len(operator.leases) < 3:
                 await operator.changed.wait()
             [single] = [lease for lease in operator.leases if lease.role == "alone"]

@@ -59,8 +59,18 @@ def _scripted_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hypha_scheduler.submission.server.parse_job", parse)
 
 
-async def begin(lab: Lab, tasks: int, *, grace: float = GRACE) -> QuietOperator:
-    """Run a job until this many of its tasks run, on one lease each; return its operator."""
+@asynccontextmanager
+async def open_begun(
+    open_jobs: OpenJobs, tasks: int, strategy: ScriptedStrategy | None = None, *, grace: float = GRACE
+) -> AsyncIterator[tuple[Lab, QuietOperator]]:
+    """Run a job until this many of its tasks run, on one lease each; yield its operator."""
+    strategy = strategy or ScriptedStrategy()
+    strategy.demand = [role(count=tasks, minimum=tasks)]
+    async with open_jobs(strategy) as lab:
+        yield lab, await begin(lab, tasks, grace)
+
+
+async def begin(lab: Lab, tasks: int, grace: float = GRACE) -> QuietOperator:
     operator: QuietOperator = await lab.start(ScriptedJob(grace=grace))
     [leases] = await operator.until("acquired")
     for number in range(tasks):
@@ -110,9 +120,7 @@ def grace_ms(lab: Lab, lease: Lease) -> int | None:
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> None:
-    strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 3)
+    async with open_begun(open_jobs, 3) as (lab, first):
         assert {grace_ms(lab, lease) for lease in first.leases} == {120_000}
         tasks = [task for task, _ in first.told("update")]
         ended = tasks[2]
@@ -127,7 +135,7 @@ async def test_a_job_goes_on_with_its_tasks(open_jobs: OpenJobs, how: str) -> No
         await anyio.sleep(100.0)  # the workers hold the leases meanwhile
         [found] = await restart(lab)
         assert found.job_id == first.context.job_id
-        second = await strategy.operator(1)
+        second = await lab.strategy.operator(1)
         [adopted] = await second.until("adopted")
         assert set(adopted) == set(tasks[:2])
         assert not second.told("acquired")
@@ -159,10 +167,8 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
             async with super()._open(context, journal) as operator:
                 yield operator
 
-    strategy = Slow(demand=[role(count=2, minimum=2)])
     answers: list[Any] = []
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 2)
+    async with open_begun(open_jobs, 2, Slow()) as (lab, first):
         reporting, ending = (task for task, _ in first.told("update"))
         await stop(lab)
 
@@ -181,7 +187,7 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
         await anyio.sleep(20.0)
         assert answers == []
         opening.set()
-        second = await strategy.operator(1)
+        second = await lab.strategy.operator(1)
         await second.until("update")
         assert next(entry[0] for entry in second.heard) == "adopted"
         [(task, _)] = second.told("update")
@@ -194,15 +200,13 @@ async def test_what_workers_say_waits_until_the_job_is_taken_up(open_jobs: OpenJ
 
 async def test_a_lease_that_is_gone_is_not_adopted(open_jobs: OpenJobs) -> None:
     """One worker has ended its lease, another one cannot be reached: the job goes on with the third, and searches."""
-    strategy = ScriptedStrategy(demand=[role(count=3, minimum=3)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 3)
+    async with open_begun(open_jobs, 3) as (lab, first):
         kept, forgotten, unreachable = (task for task, _ in first.told("update"))
         await stop(lab)
         lab.worker(forgotten.lease).forgotten.add(forgotten.lease.id)
         lab.endpoint._network.partition(lab.peer, unreachable.lease.peer)
         [found] = await restart(lab)
-        second = await strategy.operator(1)
+        second = await lab.strategy.operator(1)
         [adopted] = await second.until("adopted")
         assert adopted == (kept,)
         answer = await lab.worker(forgotten.lease).report(lab.peer, forgotten.id_in(found.job_id))
@@ -246,9 +250,7 @@ async def test_a_job_that_cannot_go_on_gives_its_leases_back(open_jobs: OpenJobs
                 raise JobFailedError("the dataset has changed")
             return super().open(job, context, journal)
 
-    strategy = Refusing(demand=[role(minimum=1)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 1)
+    async with open_begun(open_jobs, 1, Refusing()) as (lab, first):
         [(task, _)] = first.told("update")
         await stop(lab)
         before = read_journal(first.context.directory / JOURNAL)
@@ -274,9 +276,7 @@ async def test_no_worker_is_told_that_an_interrupted_job_is_over(
             self.hear("progress", task, progress)
             return Acknowledged(), (WriteJournal("report", {}),)
 
-    strategy = ScriptedStrategy(Recording, demand=[role(minimum=1)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 1)
+    async with open_begun(open_jobs, 1, ScriptedStrategy(Recording)) as (lab, first):
         [(task, _)] = first.told("update")
         answers: list[Any] = []
 
@@ -311,9 +311,7 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
             async with super()._open(context, journal) as operator:
                 yield operator
 
-    strategy = Hanging(demand=[role(minimum=1)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 1)
+    async with open_begun(open_jobs, 1, Hanging()) as (lab, first):
         [(task, _)] = first.told("update")
         await stop(lab)
         before = read_journal(first.context.directory / JOURNAL)
@@ -324,21 +322,19 @@ async def test_a_scheduler_that_is_stopped_while_it_takes_a_job_up_leaves_its_ta
         assert lab.worker(task.lease).released == []
         assert read_journal(first.context.directory / JOURNAL) == before
         await restart(lab)
-        third = await strategy.operator(1)
+        third = await lab.strategy.operator(1)
         assert await third.until("adopted") == [(task,)]
         await lab.finish(third)
 
 
 async def test_a_second_restart_finds_the_tasks_too(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy(demand=[role(count=2, minimum=2)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 2)
+    async with open_begun(open_jobs, 2) as (lab, first):
         tasks = {task for task, _ in first.told("update")}
         for number in (1, 2):
             await stop(lab)
             kill(first.context.directory)
             await restart(lab)
-            again = await strategy.operator(number)
+            again = await lab.strategy.operator(number)
             [adopted] = await again.until("adopted")
             assert set(adopted) == tasks
         await lab.finish(again)
@@ -362,9 +358,7 @@ async def test_tasks_end_with_a_scheduler_that_is_cancelled(open_jobs: OpenJobs,
 
 
 async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_jobs: OpenJobs) -> None:
-    strategy = ScriptedStrategy(demand=[role(minimum=1)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 1, grace=0.0)
+    async with open_begun(open_jobs, 1, grace=0.0) as (lab, first):
         assert grace_ms(lab, first.leases[0]) is None
         await stop(lab)
         assert isinstance(lab.results[0], JobInterruptedError)
@@ -380,9 +374,7 @@ async def test_a_job_without_grace_is_interrupted_and_releases_its_leases(open_j
 async def test_leases_that_cannot_live_any_more_are_left_to_resume(
     open_jobs: OpenJobs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strategy = ScriptedStrategy(demand=[role(minimum=1)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 1)
+    async with open_begun(open_jobs, 1) as (lab, first):
         await stop(lab)
         runs, directory = tmp_path / "runs", first.context.directory
         now = time.time()
@@ -396,9 +388,7 @@ async def test_leases_that_cannot_live_any_more_are_left_to_resume(
 
 async def test_a_running_job_marks_its_journal(open_jobs: OpenJobs) -> None:
     """A long round has no records; its leases are young all the same."""
-    strategy = ScriptedStrategy(demand=[role(minimum=1)])
-    async with open_jobs(strategy) as lab:
-        first = await begin(lab, 1)
+    async with open_begun(open_jobs, 1) as (lab, first):
         journal = first.context.directory / JOURNAL
         began = time.time()
         os.utime(journal, (1000.0, 1000.0))
