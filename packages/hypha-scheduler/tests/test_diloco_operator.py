@@ -159,17 +159,6 @@ async def test_statement_that_does_not_fit_is_refused_and_costs_the_round_only(
     assert str(A) in members(job, 3)
 
 
-async def test_ranges_are_used_once(job: Job) -> None:
-    train(job, *WORKERS)
-    ranges = tuple(SampleRange(*part) for part in job.executors[A].used)
-    job.contribute(*WORKERS)
-    await job.finish_round(*WORKERS)
-    train(job, A)
-    accepted, reason = job.state(A, ranges=ranges)
-    assert not accepted
-    assert "were contributed before" in reason
-
-
 async def test_digest_of_the_file_must_be_the_one_that_is_stated(job: Job) -> None:
     train(job, A)
     message = job.executors[A].statement(job.leases[A])
