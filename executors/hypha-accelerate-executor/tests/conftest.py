@@ -10,7 +10,7 @@ import socketserver
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -141,14 +141,31 @@ class FakeWorker:
         }  # fmt: skip
         return (self.answers.get(route) or usual[route])(body)
 
-    def job(self, **config: Any) -> str:
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of the reports in their order."""
+        return [report if isinstance(report, str) else next(iter(report)) for report in self.reports]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Reported metrics in their order."""
+        told = [report for report in self.reports if isinstance(report, dict)]
+        return [report["metrics"]["metrics"] for report in told if "metrics" in report]
+
+    def update(self, number: int) -> tuple[dict[str, Any], UpdateMetadata]:
+        """Return the tensors of a received update, and what it states."""
+        file, metadata = open_update(self.updates[number])
+        with file:
+            return {name: np.array(file.tensor(name)) for name in file.tensors}, metadata
+
+    def job(self, task: str = "image-classification", inputs: Sequence[str] = (), **config: Any) -> str:
         """Return the task as the executor receives it; `config` replaces some of its settings."""
         reference = {"type": "peers", "peers": [PEER], "strategy": {"type": "One"}, "resource": None}
         settings = {
             "model": {
-                "task": "image-classification",
+                "task": task,
                 "artifact": {"type": "uri", "value": "file:///model"},
-                "input-names": [],
+                "input-names": list(inputs),
             },
             "data": {"type": "scheduler", "peer": PEER, "dataset": "digits"},
             "updates": reference,
@@ -157,12 +174,12 @@ class FakeWorker:
             "batch_size": 16,
             "seed": 3,
         }
-        task = {
+        definition = {
             "job_id": "01234567-89ab-cdef-0000-000000000007", "task": "train-0", "attempt": 0,
             "executor": "train/diloco", "scheduler": PEER, "index": None, "count": None, "settings": settings | config,
             "resources": {}, "outputs": {}, "timeout_ms": None,
         }  # fmt: skip
-        return json.dumps(task)
+        return json.dumps(definition)
 
     def arguments(self, **config: Any) -> list[str]:
         """Return the command line of `training`."""
@@ -228,6 +245,13 @@ class FakeTaskWorker:
             "/telemetry/spans": self.trace,
         }  # fmt: skip
         return (self.answers.get(route) or usual[route])(body)
+
+    def run(self, *more: str) -> list[Any]:
+        """Run the executor; return the rows of all parts in order."""
+        from hypha.accelerate_executor import inference
+
+        assert inference.main(self.arguments(*more)) == 0
+        return [row for index in sorted(self.parts) for row in self.parts[index]]
 
     def arguments(self, *more: str) -> list[str]:
         """Return the command line of `inference`."""
@@ -361,6 +385,34 @@ def llama(tmp_path_factory: pytest.TempPathFactory, llama_config: dict[str, Any]
     path = tmp_path_factory.mktemp("llama") / "model"
     create_model("causal-lm", llama_config, 1, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def text_slices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Write a slice of rows of tokens, padded to very different lengths."""
+    chance = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("text") / "slice.safetensors"
+    tokens = chance.integers(0, 64, (90, 12)).astype("i4")
+    mask = (np.arange(12) < chance.integers(2, 13, (90, 1))).astype("u1")
+    safetensors.numpy.save_file({"input_ids": tokens, "attention_mask": mask}, path)
+    return [path]
+
+
+@pytest.fixture
+def follow_commands(make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that runs a follower of a process group, which is sent some commands, for a job."""
+    from hypha.accelerate_executor.diloco import loop
+    from hypha.accelerate_executor.distributed.process_group import Shutdown
+    from hypha.accelerate_executor.options import OwnerOptions
+    from hypha.accelerate_executor.training import read_settings
+
+    def follow(*commands: Any, **config: Any) -> None:
+        left = iter((*commands, Shutdown()))
+        group = SimpleNamespace(size=2, leads=False, receive_command=lambda: next(left))
+        monkeypatch.setattr(loop, "join_process_group", lambda _timeout: group)
+        loop.follow(read_settings(make_worker().job(**config)), OwnerOptions(), loop.LoopTiming(1.0))
+
+    return follow
 
 
 @pytest.fixture(autouse=True)

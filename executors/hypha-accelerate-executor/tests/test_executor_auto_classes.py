@@ -33,7 +33,7 @@ from hypha_proto.model_listing import (
     names_in,
     reader_of,
 )
-from hypha_proto.update_file import apply_update_to_dir, open_update
+from hypha_proto.update_file import apply_update_to_dir
 
 # written out, to catch errors in the rule that derives class names
 CLASSES = {
@@ -219,10 +219,6 @@ def _create(out: Path, name: str, *options: str) -> Path:
     return out
 
 
-def _model(*names: str) -> dict[str, Any]:
-    return {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": list(names)}
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "inputs"), [("Net", ()), ("WithDict", ("pixel_values", "labels"))])
 def test_a_class_of_the_owner_trains(
@@ -230,14 +226,13 @@ def test_a_class_of_the_owner_trains(
 ) -> None:
     start = _create(tmp_path / "model", f"{owners_module}:{name}", "--kwargs", '{"width": 24}')
     worker = make_worker(rounds=3, batches=25, model_dir=start)
-    arguments = [*worker.arguments(model=_model(*inputs)), "--allow-module", "other", "--allow-module", owners_module]
-    assert training.main(arguments) == 0
-    file, metadata = open_update(worker.updates[0])
-    with file:
-        assert file.tensors.keys() == safetensors.numpy.load_file(start / "model.safetensors").keys()
-        assert file.tensors["inner.weight"].shape == (24, 64)
+    allowed = ["--allow-module", "other", "--allow-module", owners_module]
+    assert training.main([*worker.arguments(task="torch", inputs=inputs), *allowed]) == 0
+    tensors, metadata = worker.update(0)
+    assert tensors.keys() == safetensors.numpy.load_file(start / "model.safetensors").keys()
+    assert tensors["inner.weight"].shape == (24, 64)
     assert metadata.statistics == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    losses = [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
+    losses = [each["loss"] for each in worker.metrics]
     assert losses[-1] < 0.8 * losses[0]
     for outer in worker.outers:
         apply_update_to_dir(start, outer)
@@ -251,18 +246,18 @@ def test_a_class_of_the_owner_trains(
 
 
 def test_a_module_that_the_owner_has_not_allowed_is_refused(
-    owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, fails: Callable[..., str]
 ) -> None:
     start = _create(tmp_path / "model", f"{owners_module}:Net")
     sys.modules.pop(owners_module)
     worker = make_worker(model_dir=start)
-    assert training.main([*worker.arguments(model=_model()), "--allow-module", "owners"]) == 2
-    assert f"--allow-module {owners_module}" in caplog.records[-1].getMessage()
+    said = fails(training.main, [*worker.arguments(task="torch"), "--allow-module", "owners"], 2)
+    assert f"--allow-module {owners_module}" in said
     assert owners_module not in sys.modules
 
 
 def test_a_file_of_the_job_is_not_importable(
-    make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make_worker: Callable[..., Any], tmp_path: Path, fails: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -270,8 +265,8 @@ def test_a_file_of_the_job_is_not_importable(
     worker = make_worker(model_dir=model)
     (worker.work_dir / "jobs_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.syspath_prepend(str(worker.work_dir))  # as `python -m` does with the current directory
-    assert training.main([*worker.arguments(model=_model()), "--allow-module", "jobs_own"]) == 2
-    assert "cannot be imported" in caplog.records[-1].getMessage()
+    arguments = [*worker.arguments(task="torch"), "--allow-module", "jobs_own"]
+    assert "cannot be imported" in fails(training.main, arguments, 2)
     assert not (tmp_path / "ran").exists()
 
 
@@ -324,11 +319,11 @@ def test_pickled_weights_of_a_torch_model_are_not_loaded(owners_module: str, tmp
 
 
 def test_a_model_without_a_loss_is_refused(
-    owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    owners_module: str, make_worker: Callable[..., Any], tmp_path: Path, fails: Callable[..., str]
 ) -> None:
     worker = make_worker(model_dir=_create(tmp_path / "model", f"{owners_module}:WithoutLoss"))
-    assert training.main([*worker.arguments(model=_model()), "--allow-module", owners_module]) == 1
-    assert "returns no loss" in caplog.records[-1].getMessage()
+    arguments = [*worker.arguments(task="torch"), "--allow-module", owners_module]
+    assert "returns no loss" in fails(training.main, arguments, 1)
 
 
 def test_create_model_reports_errors(owners_module: str, tmp_path: Path) -> None:

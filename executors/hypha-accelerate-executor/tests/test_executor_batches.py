@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from hypha.accelerate_executor.data.slice_prefetch import (
     SlicePrefetch,
 )
 from hypha.accelerate_executor.diloco.contribution import SampleRecord
-from hypha.accelerate_executor.errors import BridgeClosed, BridgeRefused, DataError, NoMoreData
+from hypha.accelerate_executor.errors import BridgeClosed, BridgeRefused, DataError, ExecutorError, NoMoreData
 from hypha_proto.contributions import MAX_RANGES, SampleRange
 
 
@@ -47,17 +48,25 @@ def _slice(folder: Path, number: int, samples: int) -> Fetched:
     return Fetched(path, {"slice": str(number), "epoch": "0"})
 
 
-@pytest.mark.parametrize("sizes", [[7, 5, 9], [1, 1, 1, 1, 40], [16], [3]])
-def test_batches_contain_every_sample_once(tmp_path: Path, sizes: list[int]) -> None:
-    files = iter([_slice(tmp_path, number, size) for number, size in enumerate(sizes)])
+def _in_turn(files: Iterable[Fetched]) -> Callable[[int], list[Fetched]]:
+    """Return a function that fetches one file after the other."""
+    left = iter(files)
 
     def fetch(_count: int) -> list[Fetched]:
-        try:
-            return [next(files)]
-        except StopIteration:
-            raise NoMoreData("that was all") from None
+        if (following := next(left, None)) is None:
+            raise NoMoreData("that was all")
+        return [following]
 
-    batches = list(Batches(fetch, 4, 0))
+    return fetch
+
+
+def _all_of(files: Iterable[Fetched], batch_size: int, seed: int = 0) -> list[Batch]:
+    return list(Batches(_in_turn(files), batch_size, seed))
+
+
+@pytest.mark.parametrize("sizes", [[7, 5, 9], [1, 1, 1, 1, 40], [16], [3]])
+def test_batches_contain_every_sample_once(tmp_path: Path, sizes: list[int]) -> None:
+    batches = _all_of([_slice(tmp_path, number, size) for number, size in enumerate(sizes)], 4)
     assert [batch.samples for batch in batches[:-1]] == [4] * (len(batches) - 1)
     seen = np.concatenate([batch.tensors["labels"] for batch in batches])
     assert sorted(seen.tolist()) == sorted(1000 * n + i for n, size in enumerate(sizes) for i in range(size))
@@ -86,23 +95,20 @@ def test_the_next_slice_is_fetched_when_half_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tensors",
+    ("tensors", "words"),
     [
-        {"a": np.zeros(3, "f4"), "b": np.zeros(4, "f4")},
-        {"a": np.zeros((), "f4")},
-        {"a": np.zeros((0, 3), "f4")},
+        ({"a": np.zeros(3, "f4"), "b": np.zeros(4, "f4")}, "first dimension"),
+        ({"a": np.zeros((), "f4")}, "first dimension"),
+        ({"a": np.zeros((0, 3), "f4")}, "first dimension"),
+        (None, r"s\.safetensors"),
     ],
+    ids=["lengths", "no dimension", "no sample", "no safetensors"],
 )
-def test_a_slice_with_mismatched_tensors_is_refused(tmp_path: Path, tensors: dict[str, Any]) -> None:
-    safetensors.numpy.save_file(tensors, tmp_path / "s.safetensors")
-    with pytest.raises(DataError, match="first dimension"):
-        next(Batches(lambda _count: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
-
-
-def test_a_slice_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "s.safetensors").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"s\.safetensors"):
-        next(Batches(lambda _count: [Fetched(tmp_path / "s.safetensors", {"slice": "0", "epoch": "0"})], 2, 0))
+def test_a_file_that_is_no_slice_is_refused(tmp_path: Path, tensors: dict[str, Any] | None, words: str) -> None:
+    path = tmp_path / "s.safetensors"
+    path.write_bytes(b"nothing" if tensors is None else safetensors.numpy.save(tensors))
+    with pytest.raises(DataError, match=words):
+        _all_of([Fetched(path, {"slice": "0", "epoch": "0"})], 2)
 
 
 def _part(folder: Path, number: int, samples: int, **about: object) -> Fetched:
@@ -110,17 +116,6 @@ def _part(folder: Path, number: int, samples: int, **about: object) -> Fetched:
     folder.mkdir()
     made = _slice(folder, number, samples)
     return Fetched(made.path, {**made.metadata, **{name: str(value) for name, value in about.items()}})
-
-
-def _all_of(parts: list[Fetched], batch_size: int, seed: int = 0) -> list[Batch]:
-    left = iter(parts)
-
-    def fetch(_count: int) -> list[Fetched]:
-        if (following := next(left, None)) is None:
-            raise NoMoreData("that was all")
-        return [following]
-
-    return list(Batches(fetch, batch_size, seed))
 
 
 def test_only_the_assigned_positions_of_a_slice_are_used(tmp_path: Path) -> None:
@@ -492,23 +487,15 @@ def test_reports_are_counted_before_a_refused_slice_is_requested_once_more(tmp_p
     batches.close()
 
 
-def test_a_refused_slice_that_is_needed_is_an_error(tmp_path: Path) -> None:
-    slices = Slices(tmp_path, samples=4, count=1)
-
-    def fetch(_count: int) -> list[Fetched]:
-        try:
-            return slices()
-        except NoMoreData:
-            raise BridgeRefused("fetch", 507, "storage", "the lease's storage is used up") from None
-
-    batches = Batches(fetch, 4, 0, clock=lambda: 0.0)
-    assert next(batches).samples == 4
-    with pytest.raises(BridgeRefused, match="storage is used up"):
-        next(batches)
-    batches.close()
-
-
-def test_other_errors_of_a_fetch_are_raised_when_training_needs_the_slice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        BridgeRefused("fetch", 507, "storage", "the lease's storage is used up"),
+        BridgeClosed("fetch: the worker closed the bridge"),
+    ],
+    ids=["refused", "closed"],
+)
+def test_an_error_of_a_fetch_is_raised_when_training_needs_the_slice(tmp_path: Path, error: ExecutorError) -> None:
     slices, failed = Slices(tmp_path, samples=6, count=1), threading.Event()
 
     def fetch(_count: int) -> list[Fetched]:
@@ -516,19 +503,19 @@ def test_other_errors_of_a_fetch_are_raised_when_training_needs_the_slice(tmp_pa
             return slices()
         except NoMoreData:
             failed.set()
-            raise BridgeClosed("fetch: the worker closed the bridge") from None
+            raise error from None
 
     batches = Batches(fetch, 3, 0, clock=lambda: 0.0)
     assert next(batches).samples == 3
     assert failed.wait(20)
     assert next(batches).samples == 3
-    with pytest.raises(BridgeClosed):
+    with pytest.raises(type(error), match=re.escape(str(error))):
         next(batches)
     batches.close()
 
 
 def test_dropping_gives_up_all_that_is_on_its_way(tmp_path: Path) -> None:
-    slices, begun, goes_on = Slices(tmp_path, samples=2), threading.Event(), threading.Event()
+    slices, begun, goes_on = Slices(tmp_path, samples=3), threading.Event(), threading.Event()
     goes_on.set()
 
     def fetch(_count: int) -> list[Fetched]:
@@ -537,20 +524,21 @@ def test_dropping_gives_up_all_that_is_on_its_way(tmp_path: Path) -> None:
         return slices()
 
     batches = Batches(fetch, 8, 0, clock=lambda: 0.0)
-    next(batches)
-    slices.await_fetched(9)
+    next(batches)  # one sample of its last slice is left
+    slices.await_fetched(6)
     batches.drop()
     assert list(tmp_path.iterdir()) == []
     goes_on.clear()
     begun.clear()
-    batches.prefetch()  # four slices; the first one has begun
+    batches.prefetch()  # several slices; the first one has begun
     assert begun.wait(20)
     with ThreadPoolExecutor(1) as thread:
         dropped = thread.submit(batches.drop)
         goes_on.set()
         dropped.result(20)
     assert list(tmp_path.iterdir()) == []
-    assert set(next(batches).slices).isdisjoint({str(number) for number in range(10)})
+    given_up = {str(number) for number in range(slices.asked)}
+    assert set(next(batches).slices).isdisjoint(given_up)
     batches.close()
 
 

@@ -22,7 +22,6 @@ from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 from hypha.accelerate_executor.train.trainer import Trainer
 from hypha_proto.job_spec import Adam
-from hypha_proto.update_file import open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -104,11 +103,8 @@ def test_a_round_without_labels_has_no_loss_and_no_update(
     safetensors.numpy.save_file(rows | {"labels": np.full(64, -100)}, path := tmp_path / "unlabelled.safetensors")
     worker = make_worker(rounds=2, batches=3, slices=[path])
     assert training.main(worker.arguments()) == 0
-    reports = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
-    assert [(each["samples"], "loss" in each) for each in reports] == [(48, False)] * 2
-    file, _ = open_update(worker.updates[0])
-    with file:
-        assert not any(np.array(file.tensor(name)).any() for name in file.tensors)
+    assert [(each["samples"], "loss" in each) for each in worker.metrics] == [(48, False)] * 2
+    assert not any(value.any() for value in worker.update(0)[0].values())
 
 
 @pytest.mark.parametrize(("masked", "labelled"), [(range(100), 260), (range(360), 0), ((), 360)])
@@ -217,12 +213,7 @@ def test_a_token_out_of_range_is_named_with_its_position(
     tokens[2, 5] = 64
     safetensors.numpy.save_file({"tokens": tokens}, tmp_path / "text.safetensors")
     worker = make_worker(model_dir=llama, slices=[tmp_path / "text.safetensors"])
-    model = {
-        "task": "causal-lm",
-        "artifact": {"type": "uri", "value": "file:///model"},
-        "input-names": ["tokens"],
-    }
-    message = fails(training.main, worker.arguments(model=model, batch_size=4), 1)
+    message = fails(training.main, worker.arguments(task="causal-lm", inputs=["tokens"], batch_size=4), 1)
     assert message.startswith("dataset 'digits', slice 0, row 2, column 'tokens', position 5: 64 is not a token ")
     assert "takes 0 to 63;" in message
 

@@ -20,15 +20,11 @@ from blake3 import blake3
 from support.loopback_ports import free_port
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.bridge.client import Fetched
-from hypha.accelerate_executor.data.batches import Batches
 from hypha.accelerate_executor.data.recorded_batches import recorded_batches
 from hypha.accelerate_executor.diloco import global_weights, loop
-from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
 from hypha.accelerate_executor.diloco.round_seed import round_seed
 from hypha.accelerate_executor.distributed.accelerator import CpuBackend
-from hypha.accelerate_executor.distributed.process_group import Command, LoadModel, Reset, Shutdown, SingleProcess
-from hypha.accelerate_executor.errors import NoMoreData
+from hypha.accelerate_executor.distributed.process_group import LoadModel, Reset, SingleProcess
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import build_setup
 from hypha_proto.bridge_api import read_transfer
@@ -126,11 +122,6 @@ class CommittingScheduler:
         """Write the weights as they are."""
         safetensors.numpy.save_file(self.weights, path, {"round": str(self.round)} | about)
 
-    def metrics(self) -> list[dict[str, float]]:
-        """Return the metrics of each round as reported."""
-        told = [report["metrics"] for report in self.worker.reports if isinstance(report, dict) and "metrics" in report]
-        return [each["metrics"] for each in told]
-
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -153,15 +144,12 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(global_weights, "PAUSES", (0.0, 0.0))
 
 
+def _arguments(scheduler: CommittingScheduler, **config: Any) -> list[str]:
+    return [*scheduler.worker.arguments(**({"term": 1, "weights": WEIGHTS} | config)), "--timeout", "20"]
+
+
 def _run(scheduler: CommittingScheduler, **config: Any) -> int:
-    usual = {"term": 1, "weights": WEIGHTS}
-    return training.main([*scheduler.worker.arguments(**(usual | config)), "--timeout", "20"])
-
-
-def _failure(caplog: pytest.LogCaptureFixture) -> str:
-    errors = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 1
-    return errors[0].getMessage()
+    return training.main(_arguments(scheduler, **config))
 
 
 def test_each_update_is_stated_with_what_it_was_computed_from(job: Callable[..., Any]) -> None:
@@ -181,7 +169,7 @@ def test_each_update_is_stated_with_what_it_was_computed_from(job: Callable[...,
         [(0, 2, 76, 90), (0, 3, 0, 90), (0, 4, 0, 24)],
     ]
     assert scheduler.requests == 0
-    assert all("weights_fetched" not in metrics for metrics in scheduler.metrics())
+    assert all("weights_fetched" not in metrics for metrics in scheduler.worker.metrics)
 
 
 def test_the_stated_ranges_are_the_batches_that_were_trained_on(
@@ -262,15 +250,13 @@ def test_a_refused_contribution_costs_the_round_and_not_the_job(
 
 
 def test_three_refused_contributions_in_a_row_end_the_executor(
-    job: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    job: Callable[..., Any], fails: Callable[..., str]
 ) -> None:
     scheduler = job(rounds=9)
     scheduler.refusals = {2, 3, 4, 5}
-    assert _run(scheduler) == 1
-    expected = (
-        "the scheduler has not accepted the updates of 3 rounds in a row; round 4: ranges of round 4 are not yours"
-    )
-    assert _failure(caplog) == expected
+    message = fails(training.main, _arguments(scheduler), 1)
+    refusals = "the scheduler has not accepted the updates of 3 rounds in a row"
+    assert message == f"{refusals}; round 4: ranges of round 4 are not yours"
     assert len(scheduler.contributions) == 4
 
 
@@ -286,7 +272,7 @@ def test_weights_that_differ_are_fetched_and_counted(job: Callable[..., Any], ca
     assert _run(scheduler) == 0
     assert scheduler.requests == 1
     assert "round 1: the weights have the digest blake3:" in caplog.text
-    assert [metrics.get("weights_fetched") for metrics in scheduler.metrics()] == [None, 1.0, None]
+    assert [metrics.get("weights_fetched") for metrics in scheduler.worker.metrics] == [None, 1.0, None]
     for ours, theirs in zip(scheduler.worker.updates, plain.worker.updates, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
     assert not list((scheduler.worker.work_dir / "weights").iterdir())
@@ -315,7 +301,7 @@ def _with(scheduler: CommittingScheduler, **changed: Any) -> Callable[[Path], No
 
     def write(path: Path) -> None:
         tensors = {name: value for name, value in (scheduler.weights | changed).items() if value is not None}
-        safetensors.numpy.save_file(tensors, path, {"round": "1"})
+        safetensors.numpy.save_file(tensors, path, {"round": str(scheduler.round)})
 
     return write
 
@@ -339,13 +325,12 @@ def _with(scheduler: CommittingScheduler, **changed: Any) -> Callable[[Path], No
     ],
 )
 def test_weights_that_do_not_fit_end_the_executor(
-    job: Callable[..., Any], caplog: pytest.LogCaptureFixture, served: Any, words: str
+    job: Callable[..., Any], fails: Callable[..., str], served: Any, words: str
 ) -> None:
     scheduler = job()
     scheduler.false_outer = {1: _moved}
     scheduler.served = [served(scheduler)] * 3
-    assert _run(scheduler) == 1
-    assert words in _failure(caplog)
+    assert words in fails(training.main, _arguments(scheduler), 1)
     assert len(scheduler.contributions) == 1
 
 
@@ -390,9 +375,8 @@ def test_a_later_start_begins_from_the_fetched_weights(job: Callable[..., Any]) 
     assert [each.round for each in scheduler.contributions] == [5, 6]
     assert [each.weights for each in scheduler.contributions] == [scheduler.digests[4], scheduler.digests[5]]
     assert [each.optimizer for each in scheduler.contributions] == [OPTIMIZER_RESET, OPTIMIZER_KEPT]
-    file, _ = open_update(scheduler.worker.updates[0])
-    with file:  # the module began from them, not only the record
-        assert float(np.abs(file.tensor("classifier.1.bias")).max()) < 0.5
+    first, _ = scheduler.worker.update(0)
+    assert np.abs(first["classifier.1.bias"]).max() < 0.5, "the module began from them, not only the record"
 
 
 def test_a_later_start_without_weights_to_fetch_begins_from_the_model(job: Callable[..., Any]) -> None:
@@ -555,15 +539,10 @@ def test_weights_with_another_digest_end_the_process(
     joining: Callable[..., JoinedJob], caplog: pytest.LogCaptureFixture
 ) -> None:
     joined = joining(3)
-    joined.scheduler.served = [lambda path: _write_moved(joined.scheduler, path)]
+    joined.scheduler.served = [_with(joined.scheduler, **{"classifier.1.bias": np.zeros(10, "f4")})]
     assert joined.run() == 1
     assert "and the scheduler has committed" in caplog.text
     assert joined.sent == []
-
-
-def _write_moved(scheduler: CommittingScheduler, path: Path) -> None:
-    moved = {name: np.asarray(value + np.ones_like(value)) for name, value in scheduler.weights.items()}
-    safetensors.numpy.save_file(moved, path, {"round": str(scheduler.round)})
 
 
 def test_in_a_job_that_nobody_joins_it_begins_as_the_task_says(joining: Callable[..., JoinedJob]) -> None:
@@ -603,30 +582,6 @@ def test_a_malformed_answer_ends_the_process(
     assert "join: the worker answered 200 malformed-answer" in caplog.text
 
 
-def test_samples_that_were_assigned_are_given_up(tmp_path: Path) -> None:
-    paths = []
-
-    def fetch(_count: int) -> list[Fetched]:
-        if len(paths) == 3:
-            raise NoMoreData("none is free")
-        paths.append(tmp_path / f"{len(paths)}.safetensors")
-        rows = {"x": np.arange(8, dtype="f4").reshape(8, 1)}
-        safetensors.numpy.save_file(rows, paths[-1])
-        return [Fetched(paths[-1], {"slice": str(len(paths)), "epoch": "0"})]
-
-    batches = Batches(fetch, 4, 0)
-    next(batches)  # half of the first slice is left, the second one is on its way
-    batches.drop()
-    assert not any(path.exists() for path in paths)
-    batch = next(batches)
-    assert batch.slices == {"3": 4}
-    batches.drop()  # there was no fourth
-    batches.prefetch()
-    with pytest.raises(StopIteration):
-        next(batches)
-    batches.close()
-
-
 def test_a_reset_discards_moments_and_changes_of_buffers_that_are_not_exchanged(
     make_worker: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -641,8 +596,7 @@ def test_a_reset_discards_moments_and_changes_of_buffers_that_are_not_exchanged(
     from hypha.accelerate_executor.modeling.torch import write_torch_model
 
     write_torch_model("counting_net:Net", {}, 0, tmp_path / "model")
-    model = {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": ["x"]}
-    config = training.read_settings(make_worker().job(model=model))
+    config = training.read_settings(make_worker().job(task="torch", inputs=["x"]))
     options = OwnerOptions(frozenset({"counting_net"}))
     setup = build_setup(config, options, ModelFiles(tmp_path / "model"), CpuBackend(), SingleProcess())
     losses = []
@@ -657,37 +611,26 @@ def test_a_reset_discards_moments_and_changes_of_buffers_that_are_not_exchanged(
 
 
 def test_a_follower_resets_as_its_leader(
-    make_worker: Callable[..., Any], digit_model: Path, monkeypatch: pytest.MonkeyPatch
+    follow_commands: Callable[..., None], digit_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resets = []
-
-    class Follower:
-        size, leads = 2, False
-        commands = iter((LoadModel(ModelFiles(digit_model)), Reset(), Shutdown()))
-
-        def receive_command(self) -> Command:
-            return next(self.commands)
-
-    monkeypatch.setattr(loop, "join_process_group", lambda _timeout: Follower())
     monkeypatch.setattr("hypha.accelerate_executor.training_setup._reset", lambda *_: resets.append(1))
-    follow(training.read_settings(make_worker().job()), OwnerOptions(), LoopTiming(1.0))
+    follow_commands(LoadModel(ModelFiles(digit_model)), Reset())
     assert resets == [1]
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_two_processes_begin_anew_as_one(joining: Callable[..., JoinedJob], llama: Path, tmp_path: Path) -> None:
+def test_two_processes_begin_anew_as_one(
+    joining: Callable[..., JoinedJob], llama: Path, text_slices: list[Path]
+) -> None:
     """A process group that leaves a round trains the next ones as one that has just started."""
-    rows = tmp_path / "rows.safetensors"
-    tokens = np.random.default_rng(0).integers(0, 64, (90, 12)).astype("i4")
-    safetensors.numpy.save_file({"input_ids": tokens, "attention_mask": np.ones((90, 12), "u1")}, rows)
-    model = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
-    again = joining(1, 3, closed={1}, rounds=1, model_dir=llama, slices=[rows])
-    fresh = joining(3, rounds=1, model_dir=llama, slices=[rows])
+    again = joining(1, 3, closed={1}, rounds=1, model_dir=llama, slices=text_slices)
+    fresh = joining(3, rounds=1, model_dir=llama, slices=text_slices)
     for joined in (again, fresh):
         launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
         launched["MASTER_PORT"] = str(free_port())
-        arguments = [*joined.arguments(model=model), "--timeout", "60"]
+        arguments = [*joined.arguments(task="causal-lm"), "--timeout", "60"]
         command = [sys.executable, "-m", "hypha.accelerate_executor.training", *arguments]
         running = [
             subprocess.Popen(command, env=os.environ | launched | {"RANK": rank, "LOCAL_RANK": rank})

@@ -58,12 +58,6 @@ def json_slice(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def _run(worker: Any, *more: str) -> list[Any]:
-    """Run the executor; return the rows of all parts in order."""
-    assert inference.main(worker.arguments(*more)) == 0
-    return [row for index in sorted(worker.parts) for row in worker.parts[index]]
-
-
 # ------------------------------------------------------------------------------------------------------ classification
 
 
@@ -86,7 +80,7 @@ def test_predictions_equal_those_of_a_plain_script(
 ) -> None:
     slices = digit_slices[-3:]
     worker = make_task_worker(digit_model, slices, CLASSIFY | {"columns": ["scores", "labels"]})
-    rows = _run(worker)
+    rows = worker.run()
 
     expected = _plain_probabilities(digit_model, slices)
     counts = [len(safetensors.numpy.load_file(path)["labels"]) for path in slices]
@@ -113,7 +107,7 @@ def test_the_model_computes_in_the_dtype_of_its_files(
     half = tmp_path / "half"
     AutoModelForImageClassification.from_pretrained(digit_model).to(torch.bfloat16).save_pretrained(half)
     settings = CLASSIFY | {"columns": ["scores"], "inference": {"batch_size": 50}}
-    rows = _run(make_task_worker(half, digit_slices[:1], settings))
+    rows = make_task_worker(half, digit_slices[:1], settings).run()
     expected = _plain_probabilities(half, digit_slices[:1], torch.bfloat16)
     np.testing.assert_allclose([row["scores"] for row in rows], expected, atol=1e-6)
     whole = _plain_probabilities(digit_model, digit_slices[:1])
@@ -141,7 +135,7 @@ def test_a_bad_row_costs_no_other_row_its_result(
     ]
     settings = CLASSIFY | {"columns": ["id", "note"]}
     worker = make_task_worker(digit_model, [json_slice(rows)], settings)
-    found = _run(worker)
+    found = worker.run()
     assert [row["row"] for row in found] == list(range(12))
     assert [row.get("error", {}).get("kind") for row in found] == [
         None, "missing-column", "wrong-type", "failed", "not-json", "not-json", None, "wrong-type", "not-finite", None,
@@ -162,7 +156,7 @@ def test_rows_are_split_at_line_feeds_alone(
     names = ["a\u2028b", "\u2029", "c\u0085", "\x0b\x0c", "\x1c\x1d\x1e", "a\rb", "a\r\nb"]
     rows = [json.dumps({"pixel_values": image, "name": name}, ensure_ascii=False) for name in names]
     rows[0] = rows[0].replace(", ", ",\r")  # white space of JSON
-    found = _run(make_task_worker(digit_model, [json_slice(rows)], CLASSIFY | {"columns": ["name"]}))
+    found = make_task_worker(digit_model, [json_slice(rows)], CLASSIFY | {"columns": ["name"]}).run()
     assert [row["name"] for row in found] == names
     assert not any("error" in row for row in found)
 
@@ -180,98 +174,28 @@ def test_the_first_bad_row_ends_a_job_that_asks_for_it(
     assert worker.sent == []
 
 
-@pytest.fixture(scope="session")
-def reader(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Path:
-    """Create a model that classifies text of at most 24 tokens, with its tokenizer."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(
-        "bert", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=24, num_labels=3, pad_token_id=words.pad_token_id, initializer_range=0.5,
-    )  # fmt: skip
-    path: Path = tmp_path_factory.mktemp("reader") / "model"
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
-    words.save_pretrained(path)
-    return path
-
-
-def test_text_is_classified_and_never_cut_off(
-    make_task_worker: Callable[..., Any], reader: Path, words: Any, json_slice: Callable[..., Path]
-) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    texts = ["a b", "what?", "x" * 25, "some more words", 7, "x" * 24]
-    settings = {"task": "classify", "type": "sequence-classification", "preprocessor": "tokenizer"}
-    settings |= {"columns": ["scores"], "inference": {"batch_size": 4}}
-    found = _run(make_task_worker(reader, [json_slice([{"text": text} for text in texts])], settings))
-    assert found[2]["error"] == {"kind": "too-long", "detail": "25 tokens; the model takes 24"}
-    assert found[4]["error"]["kind"] == "wrong-type"
-    model = AutoModelForSequenceClassification.from_pretrained(reader).eval()
-    for number in (0, 1, 3, 5):
-        with torch.no_grad():
-            logits = model(**words(texts[number], return_tensors="pt")).logits
-        np.testing.assert_allclose(found[number]["scores"], torch.softmax(logits, -1)[0].numpy(), atol=1e-5)
-
-
-def test_tokens_out_of_range_are_errors_of_their_rows(
-    make_task_worker: Callable[..., Any], reader: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "tokens.safetensors"
-    tokens = np.array([[1, 2, 3], [1, 64, 3], [3, 2, -1], [3, 2, 1]])
-    safetensors.numpy.save_file({"input_ids": tokens}, path)
-    settings: dict[str, Any] = {"task": "classify", "type": "sequence-classification"}
-    settings["inputs"] = ["input_ids", "attention_mask"]  # as jobs name them that leave it to the default
-    found = _run(make_task_worker(reader, [path], settings))
-    assert [row.get("error", {}).get("detail") for row in found] == [
-        None,
-        "column 'input_ids': 64 is no token; they are 0 to 63",
-        "column 'input_ids': -1 is no token; they are 0 to 63",
-        None,
-    ]
-
-
-def test_a_class_of_the_owner_classifies(
-    make_task_worker: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fails: Callable[..., str],
-) -> None:
-    from hypha.accelerate_executor.modeling.torch import write_torch_model
-
-    (tmp_path / "two_classes.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.scale = torch.nn.Parameter(torch.tensor(2.0))\n"
-        "    def forward(self, x, labels=None):\n"
-        "        return {'logits': self.scale * torch.stack([x, -x], 1)}\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    write_torch_model("two_classes:Net", {}, 0, tmp_path / "net")
-    path = tmp_path / "slice.safetensors"
-    safetensors.numpy.save_file({"x": np.array([1.0, -1.0], "f4")}, path)
-    settings = {"task": "classify", "type": "torch"}
-    worker = make_task_worker(tmp_path / "net", [path], settings)
-    assert "not allowed on this worker" in fails(inference.main, worker.arguments(), 2)
-    found = _run(make_task_worker(tmp_path / "net", [path], settings), "--allow-module", "two_classes")
-    assert [row["label"] for row in found] == [0, 1]
-    assert found[0]["score"] == pytest.approx(1 / (1 + np.exp(-4)), abs=2e-2)
-
-
 # ---------------------------------------------------------------------------------------------------------- generation
 
 TOPICS = ["cats", "a", "the 7 seas", "x y z, and more", "why?", "0", "rain, rain", "old maps"]
 
 
-def _generate(**inference_settings: Any) -> dict[str, Any]:
+def _generate(columns: Sequence[str] = (), **inference_settings: Any) -> dict[str, Any]:
     usual = {"prompt": "about {topic}:", "max_new_tokens": 12, "batch_size": 3}
-    return {"task": "generate", "type": "causal-lm", "inference": usual | inference_settings}
+    return {"task": "generate", "type": "causal-lm", "columns": columns, "inference": usual | inference_settings}
 
 
-def _topics(json_slice: Callable[..., Path], topics: Sequence[Any] = TOPICS, name: str = "slice-0") -> Path:
-    return json_slice([{"topic": topic} for topic in topics], name)
+@pytest.fixture
+def make_writer(
+    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path]
+) -> Callable[..., Any]:
+    """Return a function that starts a worker which writes texts about topics."""
+
+    def make(topics: Sequence[Any] = TOPICS, slices: int = 1, model: Path = writer, **settings: Any) -> Any:
+        rows = [{"topic": topic} for topic in topics]
+        paths = [json_slice(rows, f"slice-{number}") for number in range(slices)]
+        return make_task_worker(model, paths, _generate(**settings))
+
+    return make
 
 
 def _plain_texts(model_dir: Path, prompts: Sequence[str]) -> list[tuple[str, int]]:
@@ -290,10 +214,10 @@ def _plain_texts(model_dir: Path, prompts: Sequence[str]) -> list[tuple[str, int
 
 @pytest.mark.parametrize("engine", ["padded", "continuous"])
 def test_the_most_probable_tokens_equal_those_of_a_plain_script(
-    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], engine: str
+    make_writer: Callable[..., Any], writer: Path, engine: str
 ) -> None:
-    worker = make_task_worker(writer, [_topics(json_slice)], _generate() | {"columns": ["topic"]})
-    found = _run(worker, "--generation", engine)
+    worker = make_writer(columns=["topic"])
+    found = worker.run("--generation", engine)
     expected = _plain_texts(writer, [f"about {topic}:" for topic in TOPICS])
     assert [(row["text"], row["tokens"]) for row in found] == expected
     assert [row["prompt"] for row in found] == [f"about {topic}:" for topic in TOPICS]
@@ -306,7 +230,7 @@ def test_the_most_probable_tokens_equal_those_of_a_plain_script(
 
 
 def test_a_chat_template_is_applied_unless_switched_off(
-    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], tmp_path: Path
+    make_writer: Callable[..., Any], writer: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -321,21 +245,18 @@ def test_a_chat_template_is_applied_unless_switched_off(
     wrapped = _plain_texts(writer, [f"<user>about {topic}:<reply>" for topic in TOPICS])
     bare = _plain_texts(writer, [f"about {topic}:" for topic in TOPICS])
     assert wrapped != bare
-    found = _run(make_task_worker(chat, [_topics(json_slice)], _generate()))
+    found = make_writer(model=chat).run()
     assert [(row["text"], row["tokens"]) for row in found] == wrapped
     assert found[0]["prompt"] == "about cats:"
-    found = _run(make_task_worker(chat, [_topics(json_slice)], _generate(chat_template=False)))
+    found = make_writer(model=chat, chat_template=False).run()
     assert [(row["text"], row["tokens"]) for row in found] == bare
 
 
 @pytest.mark.parametrize("top_p", [pytest.param(1.0, marks=pytest.mark.nightly), 0.8])
-def test_a_sampled_text_depends_on_seed_slice_and_row_alone(
-    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], top_p: float
-) -> None:
+def test_a_sampled_text_depends_on_seed_slice_and_row_alone(make_writer: Callable[..., Any], top_p: float) -> None:
     def texts(topics: Sequence[Any], **settings: Any) -> list[str]:
-        sampled = _generate(**({"temperature": 1.0, "top_p": top_p, "seed": 4} | settings))
-        worker = make_task_worker(writer, [_topics(json_slice, topics)], sampled)
-        return [row.get("text", "") for row in _run(worker)]
+        worker = make_writer(topics, **({"temperature": 1.0, "top_p": top_p, "seed": 4} | settings))
+        return [row.get("text", "") for row in worker.run()]
 
     first = texts(TOPICS)
     assert texts(TOPICS, batch_size=1) == first
@@ -347,21 +268,16 @@ def test_a_sampled_text_depends_on_seed_slice_and_row_alone(
     assert len(set(texts(same))) > 4, "rows with the same prompt have random numbers of their own"
 
 
-def test_slices_have_random_numbers_of_their_own(
-    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path]
-) -> None:
-    slices = [_topics(json_slice, name="a"), _topics(json_slice, name="b")]
-    found = make_task_worker(writer, slices, _generate(temperature=1.0))
-    _run(found)
-    assert [row["text"] for row in found.parts[0]] != [row["text"] for row in found.parts[1]]
+def test_slices_have_random_numbers_of_their_own(make_writer: Callable[..., Any]) -> None:
+    worker = make_writer(slices=2, temperature=1.0)
+    worker.run()
+    assert [row["text"] for row in worker.parts[0]] != [row["text"] for row in worker.parts[1]]
 
 
-def test_a_text_ends_before_a_stop_string(
-    make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path]
-) -> None:
+def test_a_text_ends_before_a_stop_string(make_writer: Callable[..., Any], writer: Path) -> None:
     whole = [text for text, _ in _plain_texts(writer, [f"about {topic}:" for topic in TOPICS])]
     stop = next(text for text in whole if len(text) > 6)[3:5]
-    found = _run(make_task_worker(writer, [_topics(json_slice)], _generate(stop=[stop, "never there"])))
+    found = make_writer(stop=[stop, "never there"]).run()
     assert [row["text"] for row in found] == [text.partition(stop)[0] for text in whole]
     stopped = [row for row, text in zip(found, whole, strict=True) if stop in text]
     assert {row["finish"] for row in stopped} == {"stop"}
@@ -372,7 +288,7 @@ def test_rows_without_a_prompt_that_fits_are_errors(
     make_task_worker: Callable[..., Any], writer: Path, json_slice: Callable[..., Path], tmp_path: Path
 ) -> None:
     rows = [{"topic": "cats"}, {"title": "cats"}, {"topic": ["cats"]}, {"topic": "x" * 60}, {"topic": "\ud800"}]
-    found = _run(make_task_worker(writer, [json_slice(rows)], _generate()))
+    found = make_task_worker(writer, [json_slice(rows)], _generate()).run()
     assert [row.get("error", {}).get("kind") for row in found] == [
         None, "missing-column", "wrong-type", "too-long", "wrong-value",
     ]  # fmt: skip
@@ -382,7 +298,7 @@ def test_rows_without_a_prompt_that_fits_are_errors(
     texts = np.zeros((2, 6), np.uint8)
     texts[0, :4], texts[1] = list(b"cats"), list(b"horses")
     safetensors.numpy.save_file({"topic": texts}, path)
-    found = _run(make_task_worker(writer, [path], _generate()))
+    found = make_task_worker(writer, [path], _generate()).run()
     assert [row["prompt"] for row in found] == ["about cats:", "about horses:"]
 
 
@@ -409,7 +325,7 @@ def test_at_most_two_slices_are_in_hand(make_classifier: Callable[..., Any], mon
 
     monkeypatch.setattr(Part, "write", noticed)
     worker.answers["/resources/send"] = send
-    _run(worker)
+    worker.run()
     assert handed_out == [2]
     in_hand = largest = 0
     for step in worker.steps:
@@ -435,7 +351,7 @@ def test_a_fetch_that_waits_keeps_no_part_from_being_sent(make_classifier: Calla
         return answer  # type: ignore[no-any-return]
 
     worker.answers |= {"/resources/fetch": fetch, "/resources/send": send}
-    _run(worker)
+    worker.run()
     assert both_sent.is_set()
 
 
@@ -462,21 +378,21 @@ def test_a_fetch_is_repeated_while_others_compute_the_slices(
         return worker.fetch(body)  # type: ignore[no-any-return]
 
     worker.answers["/resources/fetch"] = fetch
-    _run(worker, "--timeout", "10")
+    worker.run("--timeout", "10")
     assert asked == 30
     assert slept > 10
 
 
 def test_a_drained_task_finishes_its_slice_and_ends(make_classifier: Callable[..., Any]) -> None:
     worker = make_classifier(5, drains_after=2)
-    _run(worker)
+    worker.run()
     assert sorted(worker.parts) == [0, 1]
 
 
 def test_a_report_that_is_refused_does_not_end_the_task(make_classifier: Callable[..., Any]) -> None:
     worker = make_classifier(2)
     worker.answers["/task/update"] = lambda _: (429, {"error": "too-many", "detail": "later"})
-    _run(worker)
+    worker.run()
     assert sorted(worker.parts) == [0, 1]
 
 
@@ -549,7 +465,7 @@ def test_start_and_slices_are_spans_of_a_traced_job(
 ) -> None:
     monkeypatch.setenv("TRACEPARENT", f"00-{1:032x}-{1:016x}-01")
     worker = make_classifier(2)
-    _run(worker)
+    worker.run()
     assert [span["name"] for span in worker.spans] == ["start executor", "compute slice", "compute slice"]
     assert [span["attributes"].get("hypha.slice") for span in worker.spans] == [None, 0, 1]
 
@@ -560,14 +476,6 @@ def test_several_processes_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     message = fails(inference.main, make_classifier().arguments(), 2)
     assert message == 'inference runs in one process; start it with cmd = "python", not with accelerate launch'
-
-
-def test_a_task_from_a_file(make_classifier: Callable[..., Any], tmp_path: Path) -> None:
-    worker = make_classifier(1)
-    arguments = worker.arguments()
-    (tmp_path / "task.json").write_text(arguments[-1])
-    assert inference.main([*arguments[:-1], f"@{tmp_path / 'task.json'}"]) == 0
-    assert list(worker.parts) == [0]
 
 
 # ----------------------------------------------------------------------------------------------------------- templates
@@ -686,15 +594,18 @@ def _sampled(rows: int, temperature: float, top_p: float) -> torch.Tensor:
     return counts
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_samples_have_the_model_s_distribution(temperature: float) -> None:
-    expected = torch.softmax(LOGITS / temperature, -1)
-    torch.testing.assert_close(_sampled(20_000, temperature, 1.0), expected, atol=0.012, rtol=0)
+LARGEST = torch.tensor([2.0, 1.0, 0.5, -torch.inf, -torch.inf])
+"""The most probable tokens: 0.56, 0.21 and 0.13 of all."""
 
 
-def test_top_p_leaves_the_most_probable_tokens() -> None:
-    expected = torch.softmax(torch.tensor([2.0, 1.0, 0.5, -torch.inf, -torch.inf]), -1)  # 0.56, 0.21 and 0.13 of all
-    torch.testing.assert_close(_sampled(20_000, 1.0, 0.85), expected, atol=0.012, rtol=0)
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "logits"),
+    [(0.5, 1.0, LOGITS * 2), (1.0, 1.0, LOGITS), (2.0, 1.0, LOGITS / 2), (1.0, 0.85, LARGEST)],
+    ids=["0.5", "1", "2", "top_p"],
+)
+def test_samples_have_the_model_s_distribution(temperature: float, top_p: float, logits: torch.Tensor) -> None:
+    found = _sampled(20_000, temperature, top_p)
+    torch.testing.assert_close(found, torch.softmax(logits, -1), atol=0.012, rtol=0)
 
 
 def test_the_stream_of_a_row_is_its_own() -> None:

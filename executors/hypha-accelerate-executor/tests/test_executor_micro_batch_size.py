@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +24,6 @@ from hypha.accelerate_executor.train.micro_batch_size import MicroBatchSizer, do
 from hypha.accelerate_executor.train.trainer import Trainer
 from hypha.accelerate_executor.training_setup import Setup, build_setup
 from hypha_proto.bridge_api import MEMORY_VARIABLE
-from hypha_proto.update_file import open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -91,8 +89,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def set_up(net: Any, make_worker: Callable[..., Any], tmp_path: Path) -> Callable[..., Setup]:
     def make(**arguments: Any) -> Setup:
         write_torch_model("limited_net:Net", arguments, 0, tmp_path / "model")
-        model = {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": ["x"]}
-        config = training.read_settings(make_worker().job(model=model))
+        config = training.read_settings(make_worker().job(task="torch", inputs=["x"]))
         options = OwnerOptions(frozenset({"limited_net"}))
         return build_setup(config, options, ModelFiles(tmp_path / "model"), CpuBackend(), SingleProcess())
 
@@ -168,23 +165,12 @@ def train(make_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> C
     return run
 
 
-def update(worker: Any) -> dict[str, Any]:
-    [path] = worker.updates
-    file, _ = open_update(path)
-    with file:
-        return {name: np.array(file.tensor(name)) for name in file.tensors}
-
-
-def metrics(worker: Any) -> list[Any]:
-    return [body["metrics"]["metrics"] for body in worker.reports if isinstance(body, dict) and "metrics" in body]
-
-
 def test_memory_that_suffices_changes_no_bit(train: Callable[..., Any]) -> None:
     enough, unlimited = train(64 * GIBIBYTE), train(None)
-    theirs = update(unlimited)
-    assert all(np.array_equal(value, theirs[name]) for name, value in update(enough).items())
+    ours, theirs = enough.update(0)[0], unlimited.update(0)[0]
+    assert all(np.array_equal(value, theirs[name]) for name, value in ours.items())
     assert "micro_batch" not in enough.sent[0]["contribution"]
-    assert [found["micro_batch"] for found in metrics(enough)] == [16.0]
+    assert [found["micro_batch"] for found in enough.metrics] == [16.0]
 
 
 def test_a_lease_with_little_memory_computes_fewer_samples_at_once_and_says_so(
@@ -194,7 +180,7 @@ def test_a_lease_with_little_memory_computes_fewer_samples_at_once_and_says_so(
     worker = train(GIBIBYTE)
     assert [sent["contribution"]["micro_batch"] for sent in worker.sent] == [1]
     assert {sent["contribution"]["batch_size"] for sent in worker.sent} == {16}
-    first, *rounds = metrics(worker)
+    first, *rounds = worker.metrics
     assert first == {"micro_batch": 1.0}
     assert worker.reports[0] == {"metrics": {"round": 1, "metrics": first}}, "it comes before the first batch"
     assert [found["micro_batch"] for found in rounds] == [1.0]
@@ -204,14 +190,14 @@ def test_a_lease_with_little_memory_computes_fewer_samples_at_once_and_says_so(
 def test_the_limit_of_the_job_is_not_exceeded(train: Callable[..., Any]) -> None:
     worker = train(64 * GIBIBYTE, micro_batch=4)
     assert [sent["contribution"]["micro_batch"] for sent in worker.sent] == [4]
-    assert [found["micro_batch"] for found in metrics(worker)] == [4.0]
+    assert [found["micro_batch"] for found in worker.metrics] == [4.0]
 
 
 def test_a_scheduler_without_terms_gets_no_early_report(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(micro_batch_size, "resident_bytes", lambda: GIBIBYTE)
-    assert [found["micro_batch"] for found in metrics(train(GIBIBYTE, term=None))] == [1.0]
+    assert [found["micro_batch"] for found in train(GIBIBYTE, term=None).metrics] == [1.0]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1.5"])
@@ -223,7 +209,6 @@ def test_memory_that_is_no_number_of_bytes_is_refused(
     assert f"{MEMORY_VARIABLE}={text!r} is not a number of bytes, 1 or more" in said
 
 
-TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 OPTIMIZER = {"learning-rate": 3e-3, "epsilon": 1e-3}
 
 
@@ -239,16 +224,12 @@ def test_all_processes_together_compute_no_more_samples_at_once(
 
 
 @pytest.fixture
-def run(make_worker: Callable[..., Any], llama: Path, tmp_path: Path) -> Callable[..., Any]:
+def run(make_worker: Callable[..., Any], llama: Path, text_slices: list[Path]) -> Callable[..., Any]:
     """Return a function that trains one round of a language model on rows of different lengths."""
-    chance, path = np.random.default_rng(0), tmp_path / "rows.safetensors"
-    tokens = chance.integers(0, 64, (90, 12)).astype("i4")
-    mask = (np.arange(12) < chance.integers(2, 13, (90, 1))).astype("u1")
-    safetensors.numpy.save_file({"input_ids": tokens, "attention_mask": mask}, path)
 
     def train(**config: Any) -> Any:
-        worker = make_worker(rounds=1, batches=5, model_dir=llama, slices=[path])
-        arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=8, term=1, **config)
+        worker = make_worker(rounds=1, batches=5, model_dir=llama, slices=text_slices)
+        arguments = worker.arguments(task="causal-lm", optimizer=OPTIMIZER, batch_size=8, term=1, **config)
         assert training.main([*arguments, "--timeout", "20"]) == 0
         return worker
 
@@ -265,11 +246,7 @@ def test_the_update_is_that_of_the_whole_batch(run: Callable[..., Any], monkeypa
     monkeypatch.setattr(Trainer, "loss", record)
     whole, parts = run(), run(micro_batch=3)
     assert sizes == [8] * 5 + [2, 3, 3] * 5
-    ours, theirs = update(parts), update(whole)
+    ours, theirs = parts.update(0)[0], whole.update(0)[0]
     assert max(np.abs(value).max() for value in theirs.values()) > 1e-3
     for name, value in ours.items():
         np.testing.assert_allclose(value, theirs[name], atol=2e-6, rtol=0, err_msg=name)
-
-
-def test_none_is_refused(make_worker: Callable[..., Any], fails: Callable[..., str]) -> None:
-    assert "micro_batch must be at least 1" in fails(training.main, make_worker().arguments(micro_batch=0), 2)

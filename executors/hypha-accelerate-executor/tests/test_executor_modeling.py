@@ -26,7 +26,7 @@ from hypha.accelerate_executor.modeling.hf import load_model, model_directory
 from hypha_proto.global_model import WEIGHTS, GlobalModel
 from hypha_proto.job_spec import Nesterov
 from hypha_proto.safetensors_io import TensorFile, TensorFileWriter, TensorInfo
-from hypha_proto.update_file import UpdateMetadata, open_update, write_update
+from hypha_proto.update_file import UpdateMetadata, write_update
 from hypha_proto.weights_digest import digest_weights
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,23 +34,16 @@ pytestmark = pytest.mark.timeout(120)
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def test_tied_weights_are_sent_once_and_stay_tied(make_worker: Callable[..., Any], llama: Path, tmp_path: Path) -> None:
-    chance = np.random.default_rng(0)
-    text = tmp_path / "text.safetensors"
-    tokens = chance.integers(0, 64, (40, 12))
-    mask = np.ones((40, 12), "i8")
-    mask[:, 9:] = 0
-    safetensors.numpy.save_file({"input_ids": tokens.astype("i4"), "attention_mask": mask}, text)
-    worker = make_worker(rounds=2, batches=4, model_dir=llama, slices=[text])
-    artifact = {"type": "uri", "value": "x"}
-    model = {"task": "causal-lm", "artifact": artifact, "input-names": ["input_ids", "attention_mask"]}
-    assert training.main(worker.arguments(model=model)) == 0
+def test_tied_weights_are_sent_once_and_stay_tied(
+    make_worker: Callable[..., Any], llama: Path, text_slices: list[Path]
+) -> None:
+    worker = make_worker(rounds=2, batches=4, model_dir=llama, slices=text_slices)
+    assert training.main(worker.arguments(task="causal-lm", inputs=["input_ids", "attention_mask"])) == 0
     stored = safetensors.numpy.load_file(llama / "model.safetensors")
     assert "lm_head.weight" not in stored
-    for path in worker.updates:
-        file, metadata = open_update(path)
-        with file:
-            assert file.tensors.keys() == stored.keys()
+    for number in range(2):
+        tensors, metadata = worker.update(number)
+        assert tensors.keys() == stored.keys()
         assert metadata.statistics == frozenset()
     module = load_model("causal-lm", llama)
     assert module.get_parameter("lm_head.weight") is module.get_parameter("model.embed_tokens.weight")

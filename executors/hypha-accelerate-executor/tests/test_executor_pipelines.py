@@ -80,11 +80,6 @@ def make_worker_of(make_task_worker: Callable[..., Any], tmp_path: Path) -> Call
     return make
 
 
-def _run(worker: Any, *more: str) -> list[Any]:
-    assert inference.main(worker.arguments(*more)) == 0
-    return [row for index in sorted(worker.parts) for row in worker.parts[index]]
-
-
 def _every_night(cases: Mapping[str, Any], everyday: Sequence[str]) -> list[Any]:
     """Return the names of cases as parameters; those that are not for every day are nightly."""
     return [pytest.param(name, marks=[] if name in everyday else pytest.mark.nightly) for name in cases]
@@ -152,7 +147,7 @@ def test_classes_of_text_equal_those_of_the_pipeline(
     classify = pipeline("text-classification", model=str(model))
     expected = [classify(text, top_k=None) for text in TEXTS]
     rows = [{"text": text} for text in TEXTS]
-    _compare(_run(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer"))), expected)
+    _compare(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")).run(), expected)
 
 
 def test_pairs_of_text_keep_their_token_types(
@@ -167,12 +162,12 @@ def test_pairs_of_text_keep_their_token_types(
     worker.settings["preprocessor"]["input_names"] = ["text", "text_pair"]
     worker.settings["model"]["input_names"] = ["input_ids"]  # what the tokenizer makes is used, too
     expected = [classify(pair, top_k=None) for pair in pairs]
-    _compare(_run(worker), expected)
+    _compare(worker.run(), expected)
 
     tokens = [classify.tokenizer(**pair) for pair in pairs]
     rows = [dict(each) for each in tokens]
     worker = make_worker_of(model, rows, _settings("sequence-classification", None))
-    _compare(_run(worker), expected)
+    _compare(worker.run(), expected)
 
 
 def test_a_tensor_that_the_model_does_not_take_is_an_error(
@@ -191,7 +186,7 @@ def test_an_empty_text_is_an_error_alone_and_beside_others(
 ) -> None:
     model = make_model("AutoModelForSequenceClassification", "bert", _tokenizer(framed=False), **SMALL)
     rows = [{"text": text} for text in empty]
-    found = _run(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")))
+    found = make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")).run()
     error = {"kind": "wrong-value", "detail": "the text has no token"}
     assert [row.get("error") for row in found] == [None if text else error for text in empty]
 
@@ -201,9 +196,28 @@ def test_a_model_with_positions_from_its_padding_takes_fewer_tokens(
 ) -> None:
     roberta = SMALL | {"pad_token_id": 3}
     model = make_model("AutoModelForSequenceClassification", "roberta", _tokenizer(framed=False), **roberta)
-    rows = [{"text": "x" * 36}, {"text": "x" * 37}]
-    found = _run(make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")))
-    assert [row.get("error", {}).get("detail") for row in found] == [None, "37 tokens; the model takes 36"]
+    rows = [{"text": "x" * 36}, {"text": "x" * 37}, {"text": 7}]
+    found = make_worker_of(model, rows, _settings("sequence-classification", "tokenizer")).run()
+    long = {"kind": "too-long", "detail": "37 tokens; the model takes 36"}
+    assert [row.get("error") for row in found[:2]] == [None, long]
+    assert found[2]["error"]["kind"] == "wrong-type"
+
+
+def test_tokens_out_of_range_are_errors_of_their_rows(
+    make_model: Callable[..., Path], make_worker_of: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokens.safetensors"
+    tokens = np.array([[1, 2, 3], [1, 64, 3], [3, 2, -1], [3, 2, 1]])
+    safetensors.numpy.save_file({"input_ids": tokens}, path)
+    model = make_model("AutoModelForSequenceClassification", "bert", None, **SMALL)
+    inputs = ["input_ids", "attention_mask"]  # as jobs name them that leave it to the default
+    found = make_worker_of(model, path, _settings("sequence-classification", None, inputs=inputs)).run()
+    assert [row.get("error", {}).get("detail") for row in found] == [
+        None,
+        "column 'input_ids': 64 is no token; they are 0 to 63",
+        "column 'input_ids': -1 is no token; they are 0 to 63",
+        None,
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- generation
@@ -243,7 +257,7 @@ def test_texts_equal_those_of_the_pipeline(
         model, [{"text": text} for text in TEXTS],
         {"task": "generate", "type": "causal-lm", "inference": chosen},
     )  # fmt: skip
-    assert [row["text"] for row in _run(worker)] == expected
+    assert [row["text"] for row in worker.run()] == expected
     assert len(set(expected)) > 3, "the texts should differ"
 
 
@@ -258,7 +272,7 @@ def test_the_log_says_which_rows_share_a_batch(
     caplog.set_level("INFO")
     model = make_model("AutoModelForCausalLM", name, _tokenizer(framed=False), **LONGER | WRITERS[name])
     chosen = {"task": "generate", "type": "causal-lm", "inference": {"prompt": "{text}", "max_new_tokens": 2}}
-    _run(make_worker_of(model, [{"text": "a"}], chosen))
+    make_worker_of(model, [{"text": "a"}], chosen).run()
     assert any(message.startswith(f"{words} share a batch") for message in caplog.messages)
 
 
@@ -268,12 +282,12 @@ def test_tokens_that_the_model_suppresses_are_in_no_text(
     model = make_model("AutoModelForCausalLM", "gpt2", _tokenizer(framed=False), **LONGER | GPT2)
     chosen = {"task": "generate", "type": "causal-lm", "inference": {"prompt": "{text}", "max_new_tokens": 12}}
     rows = [{"text": text} for text in TEXTS]
-    usual = {letter for row in _run(make_worker_of(model, rows, chosen)) for letter in row["text"]}
+    usual = {letter for row in make_worker_of(model, rows, chosen).run() for letter in row["text"]}
     excluded = sorted(usual & {*LETTERS})[:3]
     assert excluded
     suppressed = {"suppress_tokens": [LETTERS.index(each) for each in excluded]}
     (model / "generation_config.json").write_text(json.dumps(suppressed))
-    found = _run(make_worker_of(model, rows, chosen))
+    found = make_worker_of(model, rows, chosen).run()
     assert not any(letter in row["text"] for row in found for letter in excluded)
 
 
@@ -304,7 +318,7 @@ def test_classes_of_images_equal_those_of_the_pipeline(
     classify = pipeline("image-classification", model=str(model))
     expected = [classify(image, top_k=10) for image in images]
     worker = make_worker_of(model, tmp_path / "slice.safetensors", _settings("image-classification", "image"))
-    _compare(_run(worker), expected)
+    _compare(worker.run(), expected)
 
 
 WAVES: Final = {
@@ -339,7 +353,7 @@ def test_classes_of_sounds_equal_those_of_the_pipeline(
     expected = [classify(sound, top_k=None) for sound in sounds]
     rows = [{"audio": sound.tolist()} for sound in sounds]
     settings = _settings("audio-classification", "feature", inputs=["input_ids", "attention_mask"])  # as schedulers do
-    _compare(_run(make_worker_of(model, rows, settings)), expected)
+    _compare(make_worker_of(model, rows, settings).run(), expected)
 
 
 @pytest.mark.parametrize("problem", [pytest.param(None, marks=pytest.mark.nightly), "multi_label_classification"])
@@ -361,7 +375,7 @@ def test_classes_of_videos_equal_those_of_the_pipeline(
             decoded.postprocess(loaded(pixel_values=torch.from_numpy(video[None])), top_k=3) for video in videos
         ]
     worker = make_worker_of(model, tmp_path / "slice.safetensors", _settings("video-classification", None))
-    _compare(_run(worker), expected)
+    _compare(worker.run(), expected)
 
 
 # ----------------------------------------------------------------------------------- rows that do not depend on others
@@ -399,17 +413,20 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool
 
 
 def test_the_type_of_a_column_does_not_depend_on_the_batch(
-    own_class: Callable[[bool], Path], make_worker_of: Callable[..., Any]
+    own_class: Callable[[bool], Path], make_worker_of: Callable[..., Any], fails: Callable[..., str]
 ) -> None:
     rows = [{"x": x} for x in ([1, 2], [1.0, 2.0], "", None, [3, 0.5], "ab", [], [2, 1])]
     found = []
     for size in (1, 3, 8):
         settings = {"task": "classify", "type": "torch", "inference": {"batch_size": size}, "columns": ["scores"]}
-        found.append(_run(make_worker_of(own_class(False), rows, settings), "--allow-module", "own_net"))
+        found.append(make_worker_of(own_class(False), rows, settings).run("--allow-module", "own_net"))
     assert found[1] == found[2] == found[0]
     kinds = [row.get("error", {}).get("kind") for row in found[0]]
     assert kinds == [None, None, "wrong-type", "wrong-type", None, "wrong-type", "failed", None]
     assert found[0][0]["scores"] == found[0][1]["scores"]
+    assert [row.get("label") for row in found[0]] == [1, 1, None, None, 0, None, None, 0]
+    worker = make_worker_of(own_class(False), rows, settings)
+    assert "not allowed on this worker" in fails(inference.main, worker.arguments(), 2)
 
 
 def test_rows_of_a_model_that_mixes_them_are_computed_alone(
@@ -418,7 +435,7 @@ def test_rows_of_a_model_that_mixes_them_are_computed_alone(
     caplog.set_level("INFO")
     rows = [{"x": [0.5 * number, 1.0]} for number in range(6)]
     settings = {"task": "classify", "type": "torch", "inference": {"batch_size": 4}, "columns": ["scores"]}
-    found = _run(make_worker_of(own_class(True), rows, settings), "--allow-module", "own_net")
+    found = make_worker_of(own_class(True), rows, settings).run("--allow-module", "own_net")
     logits = torch.tensor([[0.5 * number, 1.0] for number in range(6)])
     np.testing.assert_allclose([row["scores"] for row in found], torch.softmax(logits, -1), atol=1e-6)
     assert any(message.startswith("each row is computed alone") for message in caplog.messages)

@@ -156,10 +156,9 @@ def test_a_job_with_a_tokenizer_trains_and_is_evaluated(
     }
     assert training.main(worker.arguments(**config)) == 0
     assert {body["value"] for body in asked if body["type"] == "uri"} == {uri["value"] for uri in uris.values()}
-    told = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
-    losses = [each["loss"] for each in told if "loss" in each]
+    losses = [each["loss"] for each in worker.metrics if "loss" in each]
     assert losses[-1] < losses[0] / 2
-    assert [each["evaluation_samples"] for each in told if "evaluation_samples" in each] == [80]
+    assert [each["evaluation_samples"] for each in worker.metrics if "evaluation_samples" in each] == [80]
 
 
 def test_a_feature_extractor_gets_audio_at_its_sampling_rate(tmp_path: Path) -> None:
@@ -316,11 +315,10 @@ def test_nested_preprocessor_files_are_refused(tokenizer: Path, tmp_path: Path, 
 
 
 def test_a_preprocessor_without_input_names_is_refused(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    make_worker: Callable[..., Any], fails: Callable[..., str]
 ) -> None:
     job = {"task": "auto", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
-    assert training.main(make_worker().arguments(preprocessor=job)) == 2
-    assert "needs input-names" in caplog.records[-1].getMessage()
+    assert "needs input-names" in fails(training.main, make_worker().arguments(preprocessor=job), 2)
 
 
 ASKED = TextRows(prompt="what is {a} plus {b}? ", completion="{sum}")
@@ -411,12 +409,11 @@ def test_a_model_learns_the_completions_of_rows(make_worker: Callable[..., Any],
     worker = make_worker(rounds=3, batches=20, slices=slices, model_dir=writer)
     artifact = {"type": "uri", "value": "file:///tokenizer"}
     config = {
-        "model": {"task": "causal-lm", "artifact": artifact, "input-names": []},
         "preprocessor": {"task": "tokenizer", "artifact": artifact, "input-names": []},
         "rows": {"prompt": ASKED.prompt, "completion": ASKED.completion, "chat_template": True},
         "optimizer": {"learning-rate": 5e-3, "betas": None, "epsilon": None},
     }
-    assert training.main(worker.arguments(**config)) == 0
-    losses = [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
+    assert training.main(worker.arguments(task="causal-lm", **config)) == 0
+    losses = [each["loss"] for each in worker.metrics]
     assert len(losses) == 3
     assert losses[-1] < 0.3 * losses[0]

@@ -24,7 +24,6 @@ from hypha_proto.update_file import UpdateMetadata, open_update, write_update
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(240)]
 
-TEXT = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": []}
 # an epsilon well above rounding errors of gradients, which AdamW's first steps would amplify to a whole learning rate
 OPTIMIZER = {"learning-rate": 3e-3, "epsilon": 1e-3, "max-grad-norm": 0.5}
 
@@ -61,17 +60,6 @@ def test_labels_are_counted_as_in_the_loss() -> None:
     assert count_labels({"labels": torch.tensor([[1, 255], [-100, 2]])}, False, 255) == 3
 
 
-@pytest.fixture(scope="session")
-def text_slices(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write rows of tokens padded to very different lengths."""
-    chance = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "slice.safetensors"
-    tokens = chance.integers(0, 64, (90, 12)).astype("i4")
-    mask = (np.arange(12) < chance.integers(2, 13, (90, 1))).astype("u1")
-    safetensors.numpy.save_file({"input_ids": tokens, "attention_mask": mask}, path)
-    return [path]
-
-
 def _launched(processes: int) -> list[dict[str, str]]:
     """Return the environment that a launcher gives each of its processes."""
     alike = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
@@ -88,7 +76,7 @@ def start(
 
     def begin(processes: int = 1, rounds: int = 2, **variables: str) -> tuple[Any, list[subprocess.Popen[str]]]:
         worker = make_worker(rounds=rounds, batches=5, model_dir=llama, slices=text_slices)
-        arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
+        arguments = worker.arguments(task="causal-lm", optimizer=OPTIMIZER, batch_size=7)
         command = [sys.executable, "-m", "hypha.accelerate_executor.training", *arguments, "--timeout", "60"]
         mine = [
             subprocess.Popen(command, env=os.environ | launched | variables, stderr=subprocess.PIPE, text=True)
@@ -119,36 +107,27 @@ def _finish(processes: list[subprocess.Popen[str]]) -> list[str]:
     return errors
 
 
-def _updates(worker: Any) -> list[dict[str, Any]]:
-    found = []
-    for path in worker.updates:
-        file, _ = open_update(path)
-        with file:
-            found.append({name: np.array(file.tensor(name)) for name in file.tensors})
-    return found
-
-
-def _losses(worker: Any) -> list[float]:
-    return [report["metrics"]["metrics"]["loss"] for report in worker.reports if "metrics" in report]
-
-
 @pytest.fixture
 def plain(make_worker: Callable[..., Any], text_slices: list[Path], llama: Path) -> Any:
     """Run the same job in one process without accelerate."""
     worker = make_worker(rounds=2, batches=5, model_dir=llama, slices=text_slices)
-    assert training.main(worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)) == 0
+    assert training.main(worker.arguments(task="causal-lm", optimizer=OPTIMIZER, batch_size=7)) == 0
     return worker
 
 
 def _same(worker: Any, plain: Any, tolerance: float = 2e-6) -> None:
-    ours, theirs = _updates(worker), _updates(plain)
-    assert len(ours) == len(theirs) == 2
-    for mine, other in zip(ours, theirs, strict=True):
+    assert len(worker.updates) == len(plain.updates) == 2
+    for number in range(2):
+        (mine, _), (other, _) = worker.update(number), plain.update(number)
         assert mine.keys() == other.keys()
         assert max(np.abs(value).max() for value in other.values()) > 1e-3
         for name, value in mine.items():
             np.testing.assert_allclose(value, other[name], atol=tolerance, rtol=0, err_msg=name)
     np.testing.assert_allclose(_losses(worker), _losses(plain), rtol=1e-4)
+
+
+def _losses(worker: Any) -> list[float]:
+    return [each["loss"] for each in worker.metrics]
 
 
 @pytest.mark.parametrize("micro", ["1", pytest.param("2", marks=pytest.mark.nightly)])
@@ -272,7 +251,7 @@ def test_accelerate_launch_with_a_configuration_file(
         "rdzv_backend: static\nsame_network: true\nmain_training_function: main\n"
     )
     worker = make_worker(rounds=2, batches=5, model_dir=llama, slices=text_slices)
-    arguments = worker.arguments(model=TEXT, optimizer=OPTIMIZER, batch_size=7)
+    arguments = worker.arguments(task="causal-lm", optimizer=OPTIMIZER, batch_size=7)
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(config)]
     command += ["--gradient_accumulation_steps", "2", "--main_process_port", "0"]  # the first has no key in the file
     command += ["-m", "hypha.accelerate_executor.training", *arguments]

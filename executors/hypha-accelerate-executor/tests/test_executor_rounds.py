@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hypha.accelerate_executor import training
-from hypha.accelerate_executor.diloco import loop
-from hypha.accelerate_executor.diloco.loop import LoopTiming, follow
 from hypha.accelerate_executor.diloco.metrics import RoundTally
 from hypha.accelerate_executor.diloco.round_countdown import NextStep, RoundCountdown
 from hypha.accelerate_executor.diloco.round_seed import round_seed, seed_generators
-from hypha.accelerate_executor.distributed.process_group import BeginRound, Command, LoadModel, Shutdown
+from hypha.accelerate_executor.distributed.process_group import BeginRound, LoadModel
 from hypha.accelerate_executor.modeling.create import create_model
-from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
+from hypha.accelerate_executor.options import ModelFiles
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer, learning_rate_factor
 from hypha.accelerate_executor.train.trainer import Trainer
 from hypha_proto.job_spec import Adam, CosineWithWarmup, LinearWithWarmup, WarmupStableDecay
 from hypha_proto.training_reports import Acknowledged, Continue, Done, ScheduleUpdate
-from hypha_proto.update_file import open_update
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
-
-MODEL = {"task": "causal-lm", "artifact": {"type": "uri", "value": "x"}, "input-names": ["input_ids"]}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +53,7 @@ def train(make_worker: Callable[..., Any], gpt: Path, rows: Path) -> Callable[..
 
     def run(*, batches: int = 4, **config: Any) -> list[bytes]:
         worker = make_worker(rounds=2, batches=batches, model_dir=gpt, slices=[rows])
-        assert training.main(worker.arguments(model=MODEL, **config)) == 0
+        assert training.main(worker.arguments(task="causal-lm", inputs=["input_ids"], **config)) == 0
         return [path.read_bytes() for path in worker.updates]
 
     return run
@@ -93,19 +88,8 @@ def test_the_stream_of_a_round_does_not_depend_on_the_rounds_before(
     assert seeds == [rounds[1]] * 3 + [rounds[2]] * 3
 
 
-def test_followers_have_the_seed_of_their_leader(
-    make_worker: Callable[..., Any], gpt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Follower:
-        size, leads = 2, False
-        commands: Iterator[Command] = iter([LoadModel(ModelFiles(gpt)), BeginRound(7), Shutdown()])
-
-        def receive_command(self) -> Command:
-            return next(self.commands)
-
-    monkeypatch.setattr(loop, "join_process_group", lambda _timeout: Follower())
-    worker = make_worker()
-    follow(training.read_settings(worker.job(model=MODEL, member=2)), OwnerOptions(), LoopTiming(1.0))
+def test_followers_have_the_seed_of_their_leader(follow_commands: Callable[..., None], gpt: Path) -> None:
+    follow_commands(LoadModel(ModelFiles(gpt)), BeginRound(7), task="causal-lm", inputs=["input_ids"], member=2)
     assert torch.initial_seed() == round_seed(3, 2, 7)
 
 
@@ -149,11 +133,9 @@ def test_the_schedule_follows_the_job_whatever_the_workers_speed(
     schedule = {"type": "linear-with-warmup", "warmup_steps": 0, "training_steps": 20}
     assert training.main(worker.arguments(scheduler=schedule, round_steps=round_steps)) == 0
     moved = []
-    for path in worker.updates:
-        file, metadata = open_update(path)
-        with file:
-            names = file.tensors.keys() - metadata.statistics
-            moved.append(any(bool(file.tensor(name).any()) for name in names))
+    for number in range(3):
+        tensors, metadata = worker.update(number)
+        moved.append(any(tensors[name].any() for name in tensors.keys() - metadata.statistics))
     assert moved == [True, True, False]
 
 

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_threa
 def test_every_round_says_where_its_time_has_gone(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
     assert training.main([*worker.arguments(), "--timeout", "60"]) == 0
-    first, second = [report["metrics"]["metrics"] for report in worker.reports if "metrics" in report]
+    first, second = worker.metrics
     assert first["compute_seconds"] > 0
     assert first["data_wait_seconds"] > 0
     assert "report_wait_seconds" in first
@@ -97,17 +97,14 @@ def test_the_update_has_the_tensors_of_the_files_and_names_the_statistics(make_w
     worker = make_worker(rounds=2, batches=6)
     assert training.main(worker.arguments()) == 0
     start = safetensors.numpy.load_file(worker.model_dir / "model.safetensors")
+    statistics = {name for name in start if name.endswith(("running_mean", "running_var", "num_batches_tracked"))}
+    counts = [name for name in start if name.endswith("num_batches_tracked")]
     for number, path in enumerate(worker.updates, 1):
         file, metadata = open_update(path)
         with file:
             assert file.tensors.keys() == start.keys()
-            assert metadata.round == number
-            assert metadata.samples == 6 * 16
-            assert metadata.statistics == {
-                name for name in start if name.endswith(("running_mean", "running_var", "num_batches_tracked"))
-            }
+            assert (metadata.round, metadata.samples, metadata.statistics) == (number, 6 * 16, statistics)
             assert all(info.dtype == "F32" for info in file.tensors.values())
-            counts = [name for name in start if name.endswith("num_batches_tracked")]
             assert [float(file.tensor(name)) for name in counts] == [6.0] * len(counts)
             assert all(np.abs(file.tensor(name)).max() > 0 for name in start)
 
@@ -115,8 +112,7 @@ def test_the_update_has_the_tensors_of_the_files_and_names_the_statistics(make_w
 def test_reports_are_sent_in_the_order_the_scheduler_expects(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(rounds=2, batches=5)
     assert training.main(worker.arguments()) == 0
-    kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
-    assert kinds == (["status"] * 5 + ["update", "metrics", "update-received"]) * 2
+    assert worker.kinds == (["status"] * 5 + ["update", "metrics", "update-received"]) * 2
     batch = worker.reports[0]["status"]
     assert batch["batch_size"] == 16
     assert batch["slices"] == {"0": 16}
@@ -147,8 +143,7 @@ def test_a_job_that_nobody_sends_outer_updates_ends_with_its_first_update(
     worker.answers = {"/status/send": status, "/resources/receive": receive}
     nobody = {"type": "peers", "peers": [], "strategy": {"type": "All"}, "resource": None}
     assert training.main([*worker.arguments(results=nobody), "--timeout", "10"]) == 0
-    kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
-    assert kinds == ["status"] * 4 + ["update", "metrics"]
+    assert worker.kinds == ["status"] * 4 + ["update", "metrics"]
     assert [(body["round"], body["samples"]) for body in worker.sent] == [(1, 64)]
     assert received == []
     assert not (worker.work_dir / "update-1.safetensors").exists()
@@ -282,11 +277,10 @@ def test_evaluation_does_not_change_training(make_worker: Callable[..., Any], he
     assert training.main(plain.arguments()) == 0
     assert training.main(watched.arguments(evaluation={"data": SHARE, "every": 1})) == 0
     assert list(measured(watched)) == [1, 2]
-    for ours, theirs in zip(watched.updates, plain.updates, strict=True):
-        (one, _), (other, _) = open_update(ours), open_update(theirs)
-        with one, other:
-            for name in other.tensors:
-                np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
+    for number in range(2):
+        (ours, _), (theirs, _) = watched.update(number), plain.update(number)
+        for name, value in theirs.items():
+            np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
 def test_training_continues_when_evaluation_files_are_unavailable(
@@ -433,10 +427,9 @@ def run_own(
         options = ["--task", "torch", "--torch-class", f"owners_classes:{name}", "--out", str(model)]
         if not model.exists():
             assert CliRunner().invoke(command, ["create-model", *options]).exit_code == 0
-        config |= {"model": {"task": "torch", "artifact": {"type": "uri", "value": "x"}, "input-names": []}}
         worker = make_worker(rounds=3, batches=4, model_dir=model)
         serving(worker, held_out[:2])
-        assert training.main([*worker.arguments(**config), "--allow-module", "owners_classes"]) == 0
+        assert training.main([*worker.arguments(task="torch", **config), "--allow-module", "owners_classes"]) == 0
         return worker
 
     yield run
@@ -444,9 +437,8 @@ def run_own(
 
 
 def _is_evaluated_before_the_merge_is_reported(worker: Any) -> bool:
-    kinds = [report if isinstance(report, str) else next(iter(report)) for report in worker.reports]
-    merged = kinds.index("update-received")
-    return kinds[merged - 2 : merged + 2] == ["metrics", "metrics", "update-received", "status"]
+    merged = worker.kinds.index("update-received")
+    return worker.kinds[merged - 2 : merged + 2] == ["metrics", "metrics", "update-received", "status"]
 
 
 def test_a_model_that_cannot_be_copied_is_evaluated_before_its_merge_is_reported(run_own: Callable[..., Any]) -> None:
