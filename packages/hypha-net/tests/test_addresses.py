@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from support.gateways import open_node
 
-from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.addresses import split_peer
 from hypha_net.errors import AddressError
 from hypha_net.node.config.models import NodeConfig
@@ -58,6 +58,6 @@ def test_an_address_with_a_zone_index_is_refused() -> None:
 
 
 async def test_dialling_an_invalid_host_name_is_an_address_error(authority: Any) -> None:
-    async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+    async with open_node(authority, "node") as node:
         with pytest.raises(AddressError, match="my_host"):
             await node.connect("/dns4/my_host/tcp/4001")

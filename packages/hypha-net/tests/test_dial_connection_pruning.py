@@ -12,10 +12,9 @@ import pytest
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 from support.endpoint_helpers import echo_at_once, next_event
-from support.gateways import ECHO, LOOPBACK, open_gateway
+from support.gateways import ECHO, LOOPBACK, open_gateway, open_node
 from support.waiting import until
 
-from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.dial import connection_pruning
 from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -65,10 +64,9 @@ async def dial_each_other(one: Libp2pEndpoint, two: Libp2pEndpoint, both: int = 
 @asynccontextmanager
 async def pair(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
     """Yield two nodes, the one with the smaller id first."""
-    settings = EndpointSettings((LOOPBACK,))
     async with (
-        open_endpoint(authority.identity("one"), settings) as one,
-        open_endpoint(authority.identity("two"), settings) as two,
+        open_node(authority, "one", listen_addresses=(LOOPBACK,)) as one,
+        open_node(authority, "two", listen_addresses=(LOOPBACK,)) as two,
     ):
         for node in (one, two):
             node.handle(ECHO, echo_at_once)
@@ -214,16 +212,15 @@ async def test_only_the_dialling_side_closes_a_connection(authority: Any, short_
 @asynccontextmanager
 async def behind_gateway(authority: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint, Libp2pEndpoint]]:
     """Yield a gateway that relays, and two nodes with a reservation there."""
-    async with open_gateway(authority, relay_circuit=False) as gateway:
-        leaf = EndpointSettings((LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
-        async with (
-            open_endpoint(authority.identity("one"), leaf) as one,
-            open_endpoint(authority.identity("two"), leaf) as two,
-        ):
-            for node in (one, two):
-                node.handle(ECHO, echo_at_once)
-                await until(lambda node=node: any("p2p-circuit" in each for each in node.addresses))  # type: ignore[misc]
-            yield gateway, one, two
+    async with (
+        open_gateway(authority, relay_circuit=False) as gateway,
+        open_node(authority, "one", gateway=gateway, listen_addresses=(LOOPBACK,)) as one,
+        open_node(authority, "two", gateway=gateway, listen_addresses=(LOOPBACK,)) as two,
+    ):
+        for node in (one, two):
+            node.handle(ECHO, echo_at_once)
+            await until(lambda node=node: any("p2p-circuit" in each for each in node.addresses))  # type: ignore[misc]
+        yield gateway, one, two
 
 
 async def test_reservation_moves_before_its_connection_is_closed(authority: Any, short_grace: None) -> None:

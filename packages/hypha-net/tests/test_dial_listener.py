@@ -9,7 +9,7 @@ import anyio
 import pytest
 import trio
 from libp2p.network.connection.swarm_connection import SwarmConn
-from support.gateways import LOOPBACK, open_gateway
+from support.gateways import LOOPBACK, open_gateway, open_node
 from support.waiting import until
 
 from hypha_net import EndpointSettings, open_endpoint
@@ -26,10 +26,9 @@ async def idle(address: str) -> trio.SocketStream:
 
 
 async def test_silent_sockets_do_not_count_as_connections(authority: Any) -> None:
-    settings = EndpointSettings((LOOPBACK,), max_connections=4)
     async with (
-        open_endpoint(authority.identity("gateway"), settings) as gateway,
-        open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf,
+        open_node(authority, "gateway", listen_addresses=(LOOPBACK,), max_connections=4) as gateway,
+        open_node(authority, "leaf") as leaf,
         AsyncExitStack() as stack,
     ):
         for _ in range(8):
@@ -53,8 +52,8 @@ async def test_concurrent_handshakes_of_one_host_are_limited(
     hosts = list[str]()
     monkeypatch.setattr(listener, "network_of", lambda host: hosts.append(host) or host)
     async with (
-        open_endpoint(authority.identity("gateway"), EndpointSettings((loopback,))) as gateway,
-        open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf,
+        open_node(authority, "gateway", listen_addresses=(loopback,)) as gateway,
+        open_node(authority, "leaf") as leaf,
         AsyncExitStack() as stack,
     ):
         sockets = [await stack.enter_async_context(await idle(gateway.addresses[0])) for _ in range(3)]
@@ -103,10 +102,9 @@ async def test_reservation_requested_before_registration_is_granted(
 
 
 async def test_role_is_known_on_the_first_stream(authority: Any, late_registration: Any) -> None:
-    settings = EndpointSettings((LOOPBACK,), require_roles=True)
     async with (
-        open_endpoint(authority.identity("asked", "scheduler"), settings) as asked,
-        open_endpoint(authority.identity("asking", "worker"), EndpointSettings()) as asking,
+        open_node(authority, "asked", "scheduler", listen_addresses=(LOOPBACK,), require_roles=True) as asked,
+        open_node(authority, "asking", "worker") as asking,
     ):
         late_registration.append(asked)
         roles = []
@@ -125,7 +123,7 @@ async def test_role_is_known_on_the_first_stream(authority: Any, late_registrati
 
 
 async def test_connection_that_ends_during_registration_is_not_kept(authority: Any) -> None:
-    async with open_endpoint(authority.identity("gateway"), EndpointSettings((LOOPBACK,))) as gateway:
+    async with open_node(authority, "gateway", listen_addresses=(LOOPBACK,)) as gateway:
         swarm, add, added = gateway._swarm, gateway._swarm.add_conn, anyio.Event()
 
         async def add_what_has_ended(muxed: Any, direction: str) -> Any:
@@ -136,7 +134,7 @@ async def test_connection_that_ends_during_registration_is_not_kept(authority: A
             return connection
 
         swarm.add_conn = add_what_has_ended
-        async with open_endpoint(authority.identity("leaf"), EndpointSettings()) as leaf:
+        async with open_node(authority, "leaf") as leaf:
             with suppress(UnreachableError):
                 await leaf.connect(gateway.addresses[0])
             await added.wait()
@@ -151,10 +149,9 @@ async def test_a_connection_that_arrives_while_the_node_ends_is_no_unexpected_er
     authority: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The tasks of the swarm end before its state says so; trio then takes no further ones."""
-    settings = EndpointSettings((LOOPBACK,))
     async with (
-        open_endpoint(authority.identity("asked"), settings) as asked,
-        open_endpoint(authority.identity("asking"), EndpointSettings()) as asking,
+        open_node(authority, "asked", listen_addresses=(LOOPBACK,)) as asked,
+        open_node(authority, "asking") as asking,
     ):
 
         async def refuse(*_: Any, **__: Any) -> SwarmConn:

@@ -20,11 +20,11 @@ import pytest
 import trio
 from libp2p.custom_types import TProtocol
 from support.endpoint_helpers import echo_at_once
-from support.gateways import ECHO, LOOPBACK
+from support.gateways import ECHO, LOOPBACK, open_gateway, open_node
 from support.waiting import until
 from support.wire_peer import expect, line
 
-from hypha_net import EndpointSettings, open_endpoint, retries, rpc, transfer
+from hypha_net import retries, rpc, transfer
 from hypha_net._libp2p.bootstrap import gateways
 from hypha_net._libp2p.dial import upgrade
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
@@ -47,13 +47,6 @@ Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Gateway = Libp2pEndpoint
 
 
-@asynccontextmanager
-async def open_gateway(authority: Any, **changes: Any) -> AsyncIterator[Gateway]:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway", relay_circuit=False, **changes)
-    async with open_endpoint(authority.identity("gateway"), settings) as gateway:
-        yield gateway
-
-
 def inbound_tokens(endpoint: Gateway) -> int:
     """Return how many inbound connections py-libp2p counts."""
     assert endpoint._swarm is not None
@@ -62,7 +55,7 @@ def inbound_tokens(endpoint: Gateway) -> int:
 
 async def check_serves(gateway: Gateway, authority: Any) -> None:
     """Check that a well-behaved node is still served."""
-    async with open_endpoint(authority.identity("good", "worker"), EndpointSettings()) as leaf:
+    async with open_node(authority, "good", "worker") as leaf:
         assert await leaf.connect(gateway.addresses[0]) == gateway.peer_id
 
 
@@ -184,7 +177,7 @@ async def test_malformed_input_of_a_trusted_peer_affects_only_that_peer(
 async def test_more_connections_in_turn_than_the_limit_leak_no_tokens(authority: Any) -> None:
     async with (
         open_gateway(authority, max_connections=4) as gateway,
-        open_endpoint(authority.identity("leaf", "worker"), EndpointSettings(max_connections=4)) as leaf,
+        open_node(authority, "leaf", "worker", max_connections=4) as leaf,
     ):
         gateway.handle(ECHO, echo_at_once)
         for _ in range(10):
@@ -209,13 +202,11 @@ async def test_reconnects_to_a_gateway_that_drops_peers_back_off(
         return 0.0
 
     monkeypatch.setattr(gateways, "jittered", pause)
-    async with open_gateway(authority) as gateway:
-        settings = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-        async with open_endpoint(authority.identity("leaf", "worker"), settings):
-            while len(asked) < 5:
-                for peer in gateway.connected_peers():
-                    await gateway.disconnect(peer)
-                await anyio.sleep(0.01)
+    async with open_gateway(authority) as gateway, open_node(authority, "leaf", "worker", gateway=gateway):
+        while len(asked) < 5:
+            for peer in gateway.connected_peers():
+                await gateway.disconnect(peer)
+            await anyio.sleep(0.01)
     assert asked[:5] == [(gateways.BACKOFF, failures) for failures in range(5)]
 
 
@@ -323,7 +314,7 @@ async def test_killed_peer_is_detected_at_once_and_its_transfer_fails(
         except StreamResetError:
             ends.append("reset")
 
-    async with open_gateway(authority) as gateway:
+    async with open_node(authority, "worker", "worker", listen_addresses=(LOOPBACK,)) as gateway:
         gateway.handle(ECHO, hold)
         async with child_node(authority, gateway, slices) as (pid, peer):
             await opened.wait()

@@ -28,7 +28,7 @@ from libp2p.pubsub.validators import signature_validator
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
-from support.gateways import ECHO, LOOPBACK, open_gateway
+from support.gateways import ECHO, LOOPBACK, open_gateway, open_node
 from support.loopback_ports import free_port
 from support.waiting import until
 from support.wire_peer import dial, speak
@@ -49,10 +49,9 @@ async def test_a_peer_that_trusts_us_is_still_refused_when_we_do_not_trust_it(
 ) -> None:
     cert, key, trust = foreign_authority.files("stranger")
     trust.write_bytes(trust.read_bytes() + authority.org.pem() + authority.root.pem())
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
     with caplog.at_level(logging.WARNING):
         async with (
-            open_endpoint(authority.identity("gateway"), settings) as one,
+            open_gateway(authority) as one,
             open_endpoint(load_identity(cert, key, trust), EndpointSettings()) as two,
         ):
             with pytest.raises(RefusedError, match="compare trust_pem of both nodes") as caught:
@@ -91,11 +90,7 @@ async def test_a_trust_bundle_may_end_at_the_organisation(authority: Any, revoke
 
 @pytest.mark.parametrize("kind", ["dns", "dns4"])
 async def test_host_names_are_resolved_by_the_system(authority: Any, kind: str) -> None:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,), role="gateway")
-    async with (
-        open_endpoint(authority.identity("gateway"), settings) as one,
-        open_endpoint(authority.identity("leaf"), EndpointSettings()) as two,
-    ):
+    async with open_gateway(authority) as one, open_node(authority, "leaf") as two:
         port = one.addresses[0].split("/")[4]
         with pytest.raises(UnreachableError, match=r"nowhere\.invalid"):
             await two.connect(f"/{kind}/nowhere.invalid/tcp/{port}")
@@ -153,8 +148,7 @@ async def test_nodes_restore_records_and_topics_after_a_gateway_restart(authorit
 async def test_an_endpoint_tells_which_of_its_gateways_is_connected(authority: Any) -> None:
     settings = EndpointSettings(listen_addresses=(f"/ip4/127.0.0.1/tcp/{free_port()}",), role="gateway")
     [address], silent = settings.listen_addresses, f"/ip4/127.0.0.1/tcp/{free_port()}"
-    node = EndpointSettings(gateway_addresses=(silent, address))
-    async with open_endpoint(authority.identity("one"), node) as one:
+    async with open_node(authority, "one", gateway_addresses=(silent, address)) as one:
         assert one.gateways() == {silent: None, address: None}
         async with open_endpoint(authority.identity("gateway", "gateway"), settings) as hub:
             assert hub.gateways() == {}
@@ -238,14 +232,14 @@ async def test_a_failed_library_service_ends_the_endpoint_with_an_error(authorit
         raise RuntimeError("a fault of its own")
 
     with pytest.raises(NetError, match=r"the network engine failed: RuntimeError.'a fault of its own'"):
-        async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+        async with open_node(authority, "node") as node:
             pubsub, router = node._gossip
             {"pubsub": pubsub, "router": router, "swarm": node._swarm}[service].manager.run_task(fail)
             await anyio.sleep_forever()
 
 
 async def test_a_node_can_have_more_peers_than_the_librarys_task_limit(authority: Any) -> None:
-    async with open_endpoint(authority.identity("node"), EndpointSettings()) as node:
+    async with open_node(authority, "node") as node:
         manager = node._gossip[0].manager
 
         async def begin_many() -> None:
@@ -262,8 +256,7 @@ async def test_a_node_can_have_more_peers_than_the_librarys_task_limit(authority
 
 @asynccontextmanager
 async def opened_leaf(authority: Any) -> AsyncIterator[Libp2pEndpoint]:
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,))
-    async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
+    async with open_node(authority, "leaf", "worker", listen_addresses=(LOOPBACK,)) as leaf:
         yield leaf
 
 

@@ -22,10 +22,10 @@ from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.rpc_queue import RpcQueue
 from multiaddr import Multiaddr
 from support.endpoint_helpers import publish_until_heard
-from support.gateways import LOOPBACK, open_gateway
+from support.gateways import open_gateway, open_node
 from support.waiting import until
 
-from hypha_net import EndpointSettings, instrumentation, open_endpoint
+from hypha_net import instrumentation
 from hypha_net._libp2p.dial.tcp import dial_tcp
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.gossipsub import validation
@@ -85,24 +85,23 @@ class Star:
 
 @asynccontextmanager
 async def open_star(authority: Any) -> AsyncIterator[Star]:
-    async with open_gateway(authority) as gateway:
-        leaf = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-        async with (
-            open_endpoint(authority.identity("good", "worker"), leaf) as good,
-            open_endpoint(authority.identity("evil", "worker"), leaf) as evil,
-            gateway.subscribe(TOPIC) as heard,
-            good.subscribe(TOPIC),
-            anyio.create_task_group() as tasks,
-        ):
-            for node in (good, evil):
-                await node.wait_for_gateway(10)
-            made = Star(gateway, good, evil, await evil.open_stream(gateway.peer_id, [MESHSUB]))
-            with gateway.events.follow(GossipDropped) as lost:
-                tasks.start_soon(_count, lost, made.lost, made.topics)
-                tasks.start_soon(_hear, heard, made.heard)
-                await until(lambda: gateway.peer_id in good.topic_peers(TOPIC))
-                yield made
-            tasks.cancel_scope.cancel()
+    async with (
+        open_gateway(authority) as gateway,
+        open_node(authority, "good", "worker", gateway=gateway) as good,
+        open_node(authority, "evil", "worker", gateway=gateway) as evil,
+        gateway.subscribe(TOPIC) as heard,
+        good.subscribe(TOPIC),
+        anyio.create_task_group() as tasks,
+    ):
+        for node in (good, evil):
+            await node.wait_for_gateway(10)
+        made = Star(gateway, good, evil, await evil.open_stream(gateway.peer_id, [MESHSUB]))
+        with gateway.events.follow(GossipDropped) as lost:
+            tasks.start_soon(_count, lost, made.lost, made.topics)
+            tasks.start_soon(_hear, heard, made.heard)
+            await until(lambda: gateway.peer_id in good.topic_peers(TOPIC))
+            yield made
+        tasks.cancel_scope.cancel()
 
 
 async def _count(lost: Any, into: Counter[str], topics: set[str]) -> None:
@@ -258,7 +257,7 @@ async def test_a_failed_gossip_stream_is_opened_again(authority: Any, monkeypatc
 async def test_a_topic_joined_during_a_peers_registration_is_announced_to_it(authority: Any, monkeypatch: Any) -> None:
     async with (
         open_gateway(authority) as gateway,
-        open_endpoint(authority.identity("leaf", "worker"), EndpointSettings()) as leaf,
+        open_node(authority, "leaf", "worker") as leaf,
         anyio.create_task_group() as tasks,
     ):
         router = gateway._gossip[0]
@@ -452,11 +451,7 @@ TRACE = f"00-{'1' * 32}-{'2' * 16}-01"
 
 
 async def test_a_subscription_during_the_last_ones_end_is_announced_to_peers(authority: Any) -> None:
-    settings = EndpointSettings((LOOPBACK,), role="gateway")
-    async with (
-        open_endpoint(authority.identity("gateway"), settings) as gateway,
-        open_endpoint(authority.identity("node"), EndpointSettings()) as node,
-    ):
+    async with open_gateway(authority) as gateway, open_node(authority, "node") as node:
         await node.connect(gateway.addresses[0])
         async with gateway.subscribe("here"):
             await until(lambda: gateway.peer_id in node.topic_peers("here"))
@@ -489,11 +484,7 @@ async def test_a_peers_request_is_not_part_of_the_trace_of_the_dial(authority: A
         with instrumentation.serving("test", object()):
             served.append(instrumentation.current_traceparent())
 
-    settings = EndpointSettings((LOOPBACK,), role="gateway")
-    async with (
-        open_endpoint(authority.identity("gateway"), settings) as gateway,
-        open_endpoint(authority.identity("node"), EndpointSettings()) as node,
-    ):
+    async with open_gateway(authority) as gateway, open_node(authority, "node") as node:
         node.handle("/test/1", handle)
         with instrumentation.attached(TRACE):
             await node.connect(gateway.addresses[0])

@@ -13,9 +13,9 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
+from support.gateways import open_gateway, open_node
 from support.waiting import until
 
-from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.identify import retry
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -39,11 +39,7 @@ async def gateway_and_reporter(authority: Any, *addresses: bytes) -> AsyncIterat
         await stream.write(encode_varint_prefixed(said.SerializeToString()))
         await stream.close()
 
-    settings = EndpointSettings((LOOPBACK,), role="gateway")
-    async with (
-        open_endpoint(authority.identity("gateway"), settings) as gateway,
-        open_endpoint(authority.identity("odd"), EndpointSettings()) as odd,
-    ):
+    async with open_gateway(authority) as gateway, open_node(authority, "odd") as odd:
         odd._host.set_stream_handler(TProtocol("/ipfs/id/1.0.0"), identify)
         await odd.connect(gateway.addresses[0])
         await until(lambda: gateway.connected_peers()[odd.peer_id].agent == "odd")
@@ -78,8 +74,8 @@ async def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest
     monkeypatch.setattr(BasicHost, "_identify_peer", fail_at_first)
     monkeypatch.setattr(retry, "INTERVAL", 0.1)
     async with (
-        open_endpoint(authority.identity("one"), EndpointSettings((LOOPBACK,))) as one,
-        open_endpoint(authority.identity("two"), EndpointSettings((LOOPBACK,))) as two,
+        open_node(authority, "one", listen_addresses=(LOOPBACK,)) as one,
+        open_node(authority, "two", listen_addresses=(LOOPBACK,)) as two,
     ):
         await one.connect(two.addresses[0])
         for node, other in ((one, two), (two, one)):
@@ -88,11 +84,7 @@ async def test_a_failed_identify_is_repeated(authority: Any, monkeypatch: pytest
 
 
 async def test_a_peer_that_reconnects_at_once_is_identified_again(authority: Any) -> None:
-    settings = EndpointSettings((LOOPBACK,), role="gateway")
-    async with (
-        open_endpoint(authority.identity("gateway"), settings) as gateway,
-        open_endpoint(authority.identity("node"), EndpointSettings(relay_circuit=False)) as node,
-    ):
+    async with open_gateway(authority) as gateway, open_node(authority, "node", relay_circuit=False) as node:
 
         def known() -> bool:
             there, here = gateway.connected_peers(), node.connected_peers()

@@ -14,12 +14,11 @@ import pytest
 import trio
 from multiaddr import Multiaddr
 from support.endpoint_helpers import publish_until_heard
-from support.gateways import LOOPBACK, open_gateway
+from support.gateways import LOOPBACK, open_gateway, open_node
 from support.node_processes import crew
 from support.waiting import until
 from support.wire_peer import IDENTIFY, Stream, WirePeer, dial, field, fields, line, speak, varint
 
-from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_proto.ids import PeerId
 
@@ -31,12 +30,13 @@ PUT_VALUE, GET_VALUE, ADD_PROVIDER, GET_PROVIDERS, FIND_NODE = range(5)
 @asynccontextmanager
 async def gateway_and_leaf(authority: Any, **about: Any) -> AsyncIterator[tuple[Libp2pEndpoint, Libp2pEndpoint]]:
     """Open a gateway and a connected leaf."""
-    async with open_gateway(authority, **about) as gateway:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
-        async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
-            await leaf.wait_for_gateway(10)
-            await until(lambda: bool(gateway._known_peers()) and bool(gateway._known_peers()[0].addresses))
-            yield gateway, leaf
+    async with (
+        open_gateway(authority, **about) as gateway,
+        open_node(authority, "leaf", "worker", gateway=gateway, listen_addresses=(LOOPBACK,)) as leaf,
+    ):
+        await leaf.wait_for_gateway(10)
+        await until(lambda: bool(gateway._known_peers()) and bool(gateway._known_peers()[0].addresses))
+        yield gateway, leaf
 
 
 def multiaddr(text: str) -> bytes:
@@ -246,8 +246,7 @@ async def test_a_peer_that_closed_an_idle_connection_is_dialled_again(authority:
 async def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authority: Any) -> None:
     """The peers that such a gateway reports are dialled."""
     identity = authority.identity("rust", "gateway")
-    settings = EndpointSettings(listen_addresses=(LOOPBACK,))
-    async with open_endpoint(authority.identity("far", "worker"), settings) as far, far.subscribe("t") as heard:
+    async with open_node(authority, "far", "worker", listen_addresses=(LOOPBACK,)) as far, far.subscribe("t") as heard:
         known = field(8, field(1, far.peer_id.raw) + field(2, multiaddr(far.addresses[0].partition("/p2p/")[0])))
 
         async def find(stream: Stream) -> None:
@@ -262,9 +261,8 @@ async def test_if_the_gateway_forwards_no_gossip_topic_peers_are_dialled(authori
         async with trio.open_nursery() as tasks:
             [listener] = await tasks.start(partial(trio.serve_tcp, accept, 0, host="127.0.0.1"))
             address = f"/ip4/127.0.0.1/tcp/{listener.socket.getsockname()[1]}"
-            leaf_settings = EndpointSettings(gateway_addresses=(address,))
             async with (
-                open_endpoint(authority.identity("near", "worker"), leaf_settings) as near,
+                open_node(authority, "near", "worker", gateway_addresses=(address,)) as near,
                 near.subscribe("t"),
             ):
                 await until(lambda: far.peer_id in near.topic_peers("t"), 20)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from support.gateways import LOOPBACK, open_gateway
+from support.gateways import LOOPBACK, open_gateway, open_node
 from support.loopback_ports import free_port
 from support.waiting import until
 
@@ -52,8 +52,9 @@ def test_an_outage_is_logged_at_growing_intervals() -> None:
 async def test_an_unreachable_gateway_is_logged_once_and_its_return_once(authority: Any, caplog: Any) -> None:
     address = f"/ip4/127.0.0.1/tcp/{free_port()}"
     with caplog.at_level(logging.DEBUG, "hypha_net.gateways"):
-        settings = EndpointSettings((LOOPBACK,), gateway_addresses=(address,))
-        async with open_endpoint(authority.identity("leaf", "worker"), settings) as leaf:
+        async with open_node(
+            authority, "leaf", "worker", listen_addresses=(LOOPBACK,), gateway_addresses=(address,)
+        ) as leaf:
             await until(lambda: sum("gateway /ip4" in record.getMessage() for record in caplog.records) >= 3, 30)
             async with open_endpoint(
                 authority.identity("gateway", "gateway"), EndpointSettings((address,), role="gateway")

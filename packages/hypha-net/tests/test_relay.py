@@ -20,7 +20,7 @@ import trio.testing
 from libp2p.custom_types import TProtocol
 from multiaddr import Multiaddr
 from support.endpoint_helpers import accept_pushes, echo, next_event, push_header, read_all
-from support.gateways import ECHO, LOOPBACK, open_gateway
+from support.gateways import ECHO, LOOPBACK, open_gateway, open_node
 from support.loopback_ports import free_port
 from support.waiting import until
 
@@ -105,17 +105,16 @@ async def test_a_circuit_address_is_dialled_even_if_the_relays_address_is_exclud
 
 async def test_excluded_addresses_are_not_shared_but_circuit_addresses_are(authority: Any) -> None:
     excluded = ("127.0.0.0/8",)
-    async with open_gateway(authority, exclude_cidr=excluded) as gateway:
-        settings = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
-        async with (
-            open_endpoint(authority.identity("one", "worker"), settings) as one,
-            open_endpoint(authority.identity("two", "worker"), settings) as two,
-        ):
-            two.handle(ECHO, echo)
-            await until(lambda: len(one.addresses) == len(two.addresses) == 2)
-            with one.events.follow(Connected) as connected:
-                await (await one.open_stream(two.peer_id, [ECHO])).aclose()
-                assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
+    async with (
+        open_gateway(authority, exclude_cidr=excluded) as gateway,
+        open_node(authority, "one", "worker", gateway=gateway, listen_addresses=(LOOPBACK,)) as one,
+        open_node(authority, "two", "worker", gateway=gateway, listen_addresses=(LOOPBACK,)) as two,
+    ):
+        two.handle(ECHO, echo)
+        await until(lambda: len(one.addresses) == len(two.addresses) == 2)
+        with one.events.follow(Connected) as connected:
+            await (await one.open_stream(two.peer_id, [ECHO])).aclose()
+            assert await anext(aiter(connected)) == Connected(two.peer_id, "outbound", relayed=True)
 
 
 async def test_a_file_is_pushed_through_the_gateway_and_counted_once_on_the_wire(
@@ -209,8 +208,7 @@ async def test_expired_reservations_do_not_keep_closed_connections_in_memory(aut
     async with open_gateway(authority, relay_circuit=False) as gateway:
         kept: list[weakref.ref[Any]] = []
         for name in ("one", "two"):
-            hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
-            async with open_endpoint(authority.identity(name), hidden) as node:
+            async with open_node(authority, name, gateway=gateway) as node:
                 await until(lambda: node.addresses and gateway.connected_peers()[node.peer_id].agent)
                 await until(lambda: node.connected_peers()[gateway.peer_id].agent)
                 kept += [weakref.ref(each) for each in gateway.direct_connections(node.peer_id)]
@@ -447,14 +445,9 @@ async def test_a_large_file_is_transferred_through_a_circuit(authority: Any, tmp
 
 
 async def test_a_relay_grants_more_than_four_reservations(authority: Any) -> None:
-    async with (
-        open_gateway(authority) as gateway,
-        AsyncExitStack() as stack,
-    ):
-        hidden = EndpointSettings(gateway_addresses=(gateway.addresses[0],))
+    async with open_gateway(authority) as gateway, AsyncExitStack() as stack:
         nodes = [
-            await stack.enter_async_context(open_endpoint(authority.identity(f"n{n}", "worker"), hidden))
-            for n in range(7)
+            await stack.enter_async_context(open_node(authority, f"n{n}", "worker", gateway=gateway)) for n in range(7)
         ]
         await until(lambda: all(node.addresses for node in nodes), 15)
         nodes[6].handle(ECHO, echo)
@@ -462,26 +455,25 @@ async def test_a_relay_grants_more_than_four_reservations(authority: Any) -> Non
 
 
 async def test_a_circuit_is_upgraded_to_a_direct_connection_for_new_streams(authority: Any) -> None:
-    async with open_gateway(authority) as gateway:
-        leaf = EndpointSettings(listen_addresses=(LOOPBACK,), gateway_addresses=(gateway.addresses[0],))
-        async with (
-            open_endpoint(authority.identity("one", "worker"), leaf) as one,
-            open_endpoint(authority.identity("two", "worker"), leaf) as two,
-        ):
-            two.handle(ECHO, echo)
-            with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
-                await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
-                [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
-                await one.connect(circuit)
-                event = await next_event(punched, HolePunched)
-                assert (event.peer, event.outcome) == (one.peer_id, "direct")
-                await until(lambda: one.is_direct(two.peer_id), 15)
-                before = gateway.traffic.received
-                stream = await one.open_stream(two.peer_id, [ECHO])
-                await stream.send_all(bytes(1 << 20))
-                await stream.send_eof()
-                assert len(await read_all(stream)) == 1 << 20
-                assert gateway.traffic.received - before < 1 << 19
+    async with (
+        open_gateway(authority) as gateway,
+        open_node(authority, "one", "worker", gateway=gateway, listen_addresses=(LOOPBACK,)) as one,
+        open_node(authority, "two", "worker", gateway=gateway, listen_addresses=(LOOPBACK,)) as two,
+    ):
+        two.handle(ECHO, echo)
+        with anyio.fail_after(15), two.events.follow(HolePunched) as punched:
+            await until(lambda: any("p2p-circuit" in address for address in two.addresses), 15)
+            [circuit] = [address for address in two.addresses if "p2p-circuit" in address]
+            await one.connect(circuit)
+            event = await next_event(punched, HolePunched)
+            assert (event.peer, event.outcome) == (one.peer_id, "direct")
+            await until(lambda: one.is_direct(two.peer_id), 15)
+            before = gateway.traffic.received
+            stream = await one.open_stream(two.peer_id, [ECHO])
+            await stream.send_all(bytes(1 << 20))
+            await stream.send_eof()
+            assert len(await read_all(stream)) == 1 << 20
+            assert gateway.traffic.received - before < 1 << 19
 
 
 async def test_the_circuit_stays_in_use_if_no_direct_connection_succeeds(authority: Any) -> None:
@@ -596,10 +588,9 @@ async def test_hole_punching_to_a_host_name_respects_exclude_cidr(
         named = EndpointSettings(
             (f"/ip4/127.0.0.1/tcp/{port}",), (f"/dns4/localhost/tcp/{port}",), gateway_addresses=joined
         )
-        asked_out = EndpointSettings(gateway_addresses=joined, exclude_cidr=(excluded,))
         async with (
             open_endpoint(authority.identity("named"), named) as target,
-            open_endpoint(authority.identity("careful"), asked_out) as careful,
+            open_node(authority, "careful", gateway_addresses=joined, exclude_cidr=(excluded,)) as careful,
         ):
             for node in (target, careful):
                 await until(lambda node=node: any("p2p-circuit" in each for each in node.addresses))  # type: ignore[misc]

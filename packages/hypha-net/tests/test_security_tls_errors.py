@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 from support.endpoint_helpers import next_event
+from support.gateways import open_gateway, open_node
 from support.waiting import until
 from support.wire_peer import expect, line
 
@@ -282,11 +283,7 @@ async def test_dialler_of_another_protocol_is_reported(authority: Any, caplog: A
 
 async def test_unexpected_peer_is_refused_and_both_sides_report_it(authority: Any, caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
-        settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with (
-            open_endpoint(authority.identity("gateway"), settings) as one,
-            open_endpoint(authority.identity("leaf"), EndpointSettings()) as two,
-        ):
+        async with open_gateway(authority) as one, open_node(authority, "leaf") as two:
             wrong = one.addresses[0].replace(str(one.peer_id), str(two.peer_id.from_public_key(bytes(32))))
             with pytest.raises(RefusedError, match=r"'gateway' .* was expected: correct the address"):
                 await two.connect(wrong)
@@ -331,8 +328,7 @@ def client_context(name: str, folder: Path) -> ssl.SSLContext:
 @pytest.mark.parametrize("name", ["unsupported name type"])  # Python's TLS cannot send the others
 async def test_malformed_certificate_is_refused_and_the_node_continues(authority: Any, caplog: Any, name: str) -> None:
     with caplog.at_level(logging.WARNING):
-        settings = EndpointSettings((LOOPBACK,), role="gateway")
-        async with open_endpoint(authority.identity("gateway"), settings) as node:
+        async with open_gateway(authority) as node:
             raw = await trio.open_tcp_stream("127.0.0.1", int(node.addresses[0].split("/")[4]))
             await raw.send_all(HELLO + TLS)
             await expect(raw, HELLO + TLS)
@@ -343,7 +339,7 @@ async def test_malformed_certificate_is_refused_and_the_node_continues(authority
                     await client.receive_some(1)
                 refused = await next_event(events, PeerRejected)
             assert refused.reason == "untrusted"
-            async with open_endpoint(authority.identity("good"), EndpointSettings()) as good:
+            async with open_node(authority, "good") as good:
                 assert await good.connect(node.addresses[0]) == node.peer_id
                 await until(lambda: good.peer_id in node.connected_peers())
     assert "Traceback" not in caplog.text
