@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from support.local_network import processes_of, running
+from support.local_demo import run_demo
+from support.local_network import running
 from support.task_network import Submission, TaskNetwork
 
 from hypha_local.byte_tokenizer import add_byte_tokenizer
 from hypha_local.datasets.digits import write_digits
 from hypha_local.inference_demo import MODULE
 from hypha_local.network_layout import process_executor
-from hypha_local.processes import script
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
@@ -151,21 +151,6 @@ def test_texts_are_those_of_a_plain_script_and_the_next_job_reads_them(network: 
     second = results(network.generate("answers", "{text}"))
     assert {row["id"]: row["prompt"] for row in second} == texts
     assert all(row["tokens"] == TOKENS for row in second)
-
-
-def run_demo(folder: Path, *options: str | Path) -> tuple[dict[str, Any], str]:
-    """Run the demo; return its summary and what it says. Fail if it fails or leaves a process."""
-    command = [script("hypha-local"), "demo", "--dir", str(folder), "--format", "json", *map(str, options)]
-    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        found, said = demo.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        demo.terminate()  # on SIGTERM it ends its processes, which would survive a kill
-        demo.communicate(timeout=60)
-        raise
-    assert demo.returncode == 0, said
-    assert processes_of(folder) == []
-    return json.loads(found), said
 
 
 @pytest.mark.parametrize("victim", ["worker", "scheduler"])

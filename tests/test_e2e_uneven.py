@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
-from support.local_network import local_network, trainer
+from support.local_network import local_network
+
+from hypha_local.network_layout import process_executor
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -15,7 +18,11 @@ FAST, SLOW = 0.08, 0.38
 
 
 def test_a_slowed_executor_gets_its_share_of_the_batches(tmp_path: Path) -> None:
-    with local_network(tmp_path / "run", worker_1=trainer("uneven", FAST), worker_2=trainer("uneven", SLOW)) as network:
+    fast, slow = (
+        process_executor("train", "uneven", sys.executable, "hypha.accelerate_executor.training", delay)
+        for delay in (FAST, SLOW)
+    )
+    with local_network(tmp_path / "run", worker_1=fast, worker_2=slow) as network:
         job = network.job(rounds=ROUNDS, kind="uneven")
         assert job.wait(300) == 0, job.log
         fast, slow = (network.peer_id(name) for name in network.trainers)

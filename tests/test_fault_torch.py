@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.fault_table import FaultRow
-from support.local_network import LocalNetwork, local_network, trainer
+from support.local_network import LocalNetwork, local_network
 from support.member_faults import JOINED, RESTARTED, name_of
 from support.proof import check_used_once
+
+from hypha_local.network_layout import process_executor
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.timeout(400)]
 
 WORKERS = 3
 ROUNDS = 16
-SLOW = trainer("slow", 0.05)
+SLOW = process_executor("train", "slow", sys.executable, "hypha.accelerate_executor.training", 0.05)
 """Takes a second and more for a round."""
 
 

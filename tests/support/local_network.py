@@ -37,22 +37,6 @@ DATASET = 'dataset = "digits"'
 """What it trains on."""
 
 
-def executor(name: str, code: str) -> str:
-    """Return TOML of an executor that runs a line of Python instead of training."""
-    args = json.dumps(["-c", code])
-    return f'\n[[executors]]\nclass = "train"\nname = "{name}"\nruntime = "process"\n' + (
-        f"cmd = {json.dumps(sys.executable)}\nargs = {args}\n"
-    )
-
-
-def trainer(name: str, delay: float) -> str:
-    """Return TOML of a training executor with another name, slowed by `delay` seconds per batch."""
-    text = executor(name, "").rpartition("args = ")[0]
-    args = ["-m", "hypha.accelerate_executor.training"]
-    args += ["--socket", "{SOCKET_PATH}", "--work-dir", "{WORK_DIR}", "--job", "{JOB_JSON}"]
-    return f'{text}args = {json.dumps(args)}\nenv = {{ HYPHA_EXECUTOR_DELAY = "{delay}" }}\n'
-
-
 def _replaced(text: str, changes: Mapping[str, str]) -> str:
     """Return text with parts replaced, each of which must be there."""
     for old, new in changes.items():

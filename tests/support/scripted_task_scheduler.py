@@ -26,7 +26,6 @@ from hypha_proto.task_resources import LOCATE_RESOURCE, Gone, LocateResource, Re
 from hypha_proto.tasks import (
     MAX_FRAME,
     OutputPath,
-    SchedulerFrame,
     StatusUpdate,
     Subscribe,
     Subscribed,
@@ -34,25 +33,13 @@ from hypha_proto.tasks import (
     TaskDefinition,
     TaskFailed,
     TaskSpec,
-    WorkerFrame,
 )
+from support.fuzz_target import SchedulerCodec
 
 RUN_CODE = "import json, os, sys, time; task = json.load(open('job.json')); exec(task['settings']['code'])"
 PYTHON = {"class": "shell", "name": "python", "cmd": sys.executable, "args": ["-I", "-S", "-c", RUN_CODE]}
 """Configuration of an executor that runs the code in the task's settings."""
 ENDS = ("finished", "failed", "cancelled")
-
-
-class SchedulerCodec:
-    """Encodes what a scheduler sends and decodes what a worker sends."""
-
-    def encode(self, sequence: int, acknowledged: int, message: TaskDefinition | None) -> bytes:
-        frame = SchedulerFrame(sequence=sequence, acknowledged=acknowledged, definition=message)
-        return to_cbor(SchedulerFrame, frame)
-
-    def decode(self, data: bytes) -> tuple[int, int, StatusUpdate | None]:
-        frame: WorkerFrame = from_cbor(WorkerFrame, data, MAX_FRAME)
-        return frame.sequence, frame.acknowledged, frame.report
 
 
 def kind_of(report: StatusUpdate) -> str:
@@ -91,7 +78,7 @@ class ScriptedTaskScheduler:
 
     async def _locate(self, peer: PeerId, question: LocateResource) -> ResourceLocation:
         self.questions.append(question)
-        self._notify()
+        self.notify()
         return await self.locate(peer, question)
 
     async def _serve(self, stream: Stream) -> None:
@@ -99,7 +86,7 @@ class ScriptedTaskScheduler:
         assert data is not None
         wanted: Subscribe = from_cbor(Subscribe, data)
         self.subscriptions.append(wanted)
-        self._notify()
+        self.notify()
         channel = self.channel(wanted.lease)
         answer = Subscribed(job_id=self.job_id, next=channel.next_wanted, refused=self.refuse)
         await send_frame(stream, to_cbor(Subscribed, answer))
@@ -109,7 +96,7 @@ class ScriptedTaskScheduler:
         try:
             await channel.run(stream, wanted.next)
             self.clean_ends += 1
-            self._notify()
+            self.notify()
         except NetError:
             await stream.reset()
 
@@ -122,9 +109,10 @@ class ScriptedTaskScheduler:
     async def _handle(self, update: StatusUpdate) -> None:
         self.updates.append(update)
         self.on_update(update)
-        self._notify()
+        self.notify()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Let `until` look at its condition again."""
         self._changed.set()
         self._changed = anyio.Event()
 

@@ -139,7 +139,6 @@ class Scheduler:
     """Lease of each attempt that `dispatch` has started."""
     _awaited: int = 0
     """Ends that `ended` has returned."""
-    _changed: anyio.Event = field(default_factory=anyio.Event)
 
     def __post_init__(self) -> None:
         self.tasks = ScriptedTaskScheduler(self.endpoint, on_update=self._on_update)
@@ -163,12 +162,12 @@ class Scheduler:
 
     async def _offer(self, peer: PeerId, offer: WorkerOffer) -> OfferReceived:
         self.offers[offer.request_id] = (peer, offer)
-        self._notify()
+        self.tasks.notify()
         return OfferReceived()
 
     async def _report(self, _peer: PeerId, report: ReportTraining) -> ReportAnswer:
         self.reports.append(report)
-        self._notify()
+        self.tasks.notify()
         return self.answer(report)
 
     def _on_update(self, report: StatusUpdate) -> None:
@@ -191,24 +190,16 @@ class Scheduler:
             )
             if self.worker is not None:
                 self.free_at_end.append(self.worker.lease_manager.free.resources)
-        self._notify()
+        self.tasks.notify()
 
     async def _refused(self, _peer: PeerId, message: UpdateRefused) -> RefusalKnown:
         self.refused.append(message)
-        self._notify()
+        self.tasks.notify()
         return RefusalKnown()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
     async def until(self, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
         """Wait until `condition` holds; return its value."""
-        with anyio.fail_after(seconds):
-            while not (found := condition()):
-                with anyio.move_on_after(0.1):
-                    await self._changed.wait()
-        return found
+        return await self.tasks.until(condition, seconds)
 
     def request(self, executor: ExecutorDescriptor = TRAIN, bid: float = 100.0, **amounts: float) -> WorkerRequest:
         """Make a request for one worker."""
@@ -425,12 +416,6 @@ def push_receiver() -> type[PushReceiver]:
     return PushReceiver
 
 
-def _lab_before(folder: Path, network: MemoryNetwork, scheduler: MemoryEndpoint, worker: Any) -> Lab:
-    script = Scheduler(scheduler)
-    script.listen()
-    return Lab(network, folder, worker, script, scheduler, scheduler)
-
-
 @dataclass
 class Site:
     """A worker program as its command line runs it, in one process with a scheduler."""
@@ -495,12 +480,10 @@ def on_site(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Site]]:
             node = Node(endpoint, tasks, drain_on_sigterm=lambda _timeout: terminated)
             config = worker_config(tmp_path, **changes)
             serve_health(endpoint, node.readiness, role="worker", version="1")
-            site = Site(
-                _lab_before(tmp_path, network, scheduler, SimpleNamespace(endpoint=endpoint)),
-                node,
-                terminated,
-                socket_path(config.work_dir),
-            )
+            script, worker = Scheduler(scheduler), SimpleNamespace(endpoint=endpoint)
+            script.listen()
+            lab = Lab(network, tmp_path, worker, script, scheduler, scheduler)  # type: ignore[arg-type]
+            site = Site(lab, node, terminated, socket_path(config.work_dir))
 
             async def program() -> None:
                 await serve(config, node)

@@ -9,11 +9,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path, PurePosixPath
 
 import anyio
 import pytest
+from support.process_ready import is_alive
+from support.waiting import until
 
 from hypha_proto.resources import Resources
 from hypha_worker.executors.isolation.cgroup import CgroupLayer, CgroupV2, ScopedGroup
@@ -40,11 +43,6 @@ while True:
 """
 
 
-@pytest.fixture
-def layer(cgroups: CgroupLayer) -> CgroupLayer:
-    return cgroups
-
-
 def confinement(folder: Path, name: str = "run", **amounts: float) -> Confinement:
     allocation = Allocation(Resources(**amounts))
     return Confinement(name, folder / "hypha-job", folder / "socket", allocation, storage=1 << 20)
@@ -65,27 +63,22 @@ def groups(confined: Confined) -> list[Path]:
     return [Path(file).parent for file in start.steps["cgroups"]]
 
 
+def in_other(folder: Path) -> AbstractAsyncContextManager[Confined]:
+    """Confine a run of a worker with another work directory."""
+    other = CgroupLayer(folder / "other")
+    assert other.probe().works
+    return other.confine(confinement(folder / "other"))
+
+
 async def until_joined(confined: Confined) -> None:
     """Wait until a process is in all groups: it joins one after the other, and cannot if one is removed before."""
     folders = groups(confined)
-    await until(lambda: all((folder / "cgroup.procs").read_text() for folder in folders))
+    await until(lambda: all((folder / "cgroup.procs").read_text() for folder in folders), 60)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await anyio.sleep(0.01)
-
-
-async def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_twice_the_memory_is_ended_and_the_limit_named(cgroups: CgroupLayer, tmp_path: Path) -> None:
     ended: list[Confined] = []
-    async with layer.confine(confinement(tmp_path, memory=0.1)) as confined:
+    async with cgroups.confine(confinement(tmp_path, memory=0.1)) as confined:
         ended.append(confined)
         fits = launch(confined, [*PYTHON, "bytearray(30_000_000)"])
         assert await anyio.to_thread.run_sync(fits.wait) == 0
@@ -98,56 +91,53 @@ async def test_twice_the_memory_is_ended_and_the_limit_named(layer: CgroupLayer,
     assert "more memory" in str(ended[0].describe_end(-9)), "also when the group is gone"
 
 
-async def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(layer: CgroupLayer, tmp_path: Path) -> None:
-    async with layer.confine(confinement(tmp_path, cpu=1)) as confined:
+async def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(cgroups: CgroupLayer, tmp_path: Path) -> None:
+    async with cgroups.confine(confinement(tmp_path, cpu=1)) as confined:
         process = launch(confined, [*PYTHON, "bytearray(200_000_000)"])
         assert await anyio.to_thread.run_sync(process.wait) == 0
 
 
-async def test_a_fork_bomb_is_bounded_and_ends(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_a_fork_bomb_is_bounded_and_ends(cgroups: CgroupLayer, tmp_path: Path) -> None:
     bound = RunLimits.of(Allocation(Resources(cpu=0.5))).processes
-    async with layer.confine(confinement(tmp_path, cpu=0.5)) as confined:
+    async with cgroups.confine(confinement(tmp_path, cpu=0.5)) as confined:
         bomb = launch(confined, [*PYTHON, FORK_BOMB])
         expected = f"could not start more than {bound} processes and threads, the limit of its lease"
-        await until(lambda: confined.describe_end(-signal.SIGKILL) == expected)  # a start was refused
-        await until(lambda: len(confined.pids() or ()) == bound)  # the last one that was not may still be joining
+        await until(lambda: confined.describe_end(-signal.SIGKILL) == expected, 60)  # a start was refused
+        await until(lambda: len(confined.pids() or ()) == bound, 60)  # the last one that was not may still be joining
         assert confined.kill()
-        await until(lambda: not confined.pids())
+        await until(lambda: not confined.pids(), 60)
         assert bomb.wait() == -signal.SIGKILL
         assert confined.describe_end(-signal.SIGKILL) == expected
 
 
-async def test_processor_time_is_the_lease_s_share(layer: CgroupLayer, tmp_path: Path) -> None:
-    async with layer.confine(confinement(tmp_path, cpu=0.2)) as confined:
+async def test_processor_time_is_the_lease_s_share(cgroups: CgroupLayer, tmp_path: Path) -> None:
+    async with cgroups.confine(confinement(tmp_path, cpu=0.2)) as confined:
         files = [path for folder in groups(confined) for path in folder.glob("cpu.*")]
         shares = [path.read_text() for path in files if path.name in ("cpu.max", "cpu.cfs_quota_us")]
         assert [share.split()[0] for share in shares] == ["20000"]
         process = launch(confined, [*PYTHON, "while True: pass"])
-        await until(lambda: any(re.search("nr_throttled [1-9]", path.read_text()) for path in files))
+        await until(lambda: any(re.search("nr_throttled [1-9]", path.read_text()) for path in files), 60)
         process.kill()
         process.wait()
 
 
 async def test_a_process_without_token_in_a_session_of_its_own_ends_with_the_group(
-    layer: CgroupLayer, tmp_path: Path
+    cgroups: CgroupLayer, tmp_path: Path
 ) -> None:
     left: list[int] = []
-    async with layer.confine(confinement(tmp_path)) as confined:
+    async with cgroups.confine(confinement(tmp_path)) as confined:
         process = launch(confined, [*PYTHON, LEAVES_ANOTHER])
         output, _ = await anyio.to_thread.run_sync(process.communicate)
         left.append(int(output))
         assert left[0] in (confined.pids() or ())
-    assert not is_running(left[0])
+    assert not is_alive(left[0])
 
 
-async def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: CgroupLayer, tmp_path: Path) -> None:
-    other_dir = tmp_path / "other"
-    other = CgroupLayer(other_dir)
-    assert other.probe().works
-    async with other.confine(confinement(other_dir)) as confined:
+async def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(cgroups: CgroupLayer, tmp_path: Path) -> None:
+    async with in_other(tmp_path) as confined:
         started = []
         kept = launch(confined, ["sleep", "60"])
-        async with layer.confine(confinement(tmp_path)) as forgotten:
+        async with cgroups.confine(confinement(tmp_path)) as forgotten:
             started.append(launch(forgotten, ["sleep", "60"]))
             await until_joined(forgotten)
             CgroupLayer(tmp_path).sweep()  # as of a worker that starts after this one was killed
@@ -159,52 +149,48 @@ async def test_a_sweep_ends_what_the_same_work_directory_s_worker_left(layer: Cg
 
 
 async def test_a_sweep_removes_old_groups_without_processes_of_other_work_directories(
-    layer: CgroupLayer, tmp_path: Path
+    cgroups: CgroupLayer, tmp_path: Path
 ) -> None:
     """Workers of temporary directories that are killed never start again."""
-    other = CgroupLayer(tmp_path / "other")
-    assert other.probe().works
-    async with other.confine(confinement(tmp_path / "other")) as confined:
+    async with in_other(tmp_path) as confined:
         folders = groups(confined)
-        layer.sweep()
+        cgroups.sweep()
         assert all(folder.exists() for folder in folders), "it may be about to start"
         for folder in folders:
             os.utime(folder, (0, 0))
         process = launch(confined, ["sleep", "60"])
         await until_joined(confined)  # a sweep removes groups without a process
-        layer.sweep()
+        cgroups.sweep()
         assert process.poll() is None
         assert all(folder.exists() for folder in folders)
         process.kill()
         process.wait()
-        layer.sweep()
+        cgroups.sweep()
         assert not any(folder.exists() for folder in folders)
 
 
 async def test_a_sweep_leaves_old_groups_that_it_may_not_remove(
-    layer: CgroupLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cgroups: CgroupLayer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of another user, or of a hierarchy that is mounted read-only: the worker starts all the same."""
 
     def refuse(folder: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
-    other = CgroupLayer(tmp_path / "other")
-    assert other.probe().works
-    async with other.confine(confinement(tmp_path / "other")) as confined:
+    async with in_other(tmp_path) as confined:
         folders = groups(confined)
         for folder in folders:
             os.utime(folder, (0, 0))
         with monkeypatch.context() as patched:
             patched.setattr(Path, "rmdir", refuse)
-            layer.sweep()
+            cgroups.sweep()
         assert all(folder.exists() for folder in folders)
 
 
-async def test_the_groups_are_gone_after_a_cancellation(layer: CgroupLayer, tmp_path: Path) -> None:
+async def test_the_groups_are_gone_after_a_cancellation(cgroups: CgroupLayer, tmp_path: Path) -> None:
     folders: list[Path] = []
     with anyio.CancelScope() as scope:
-        async with layer.confine(confinement(tmp_path)) as confined:
+        async with cgroups.confine(confinement(tmp_path)) as confined:
             folders.extend(groups(confined))
             process = launch(confined, ["sleep", "60"])
             await until_joined(confined)
@@ -299,8 +285,8 @@ def test_a_group_outside_of_what_is_mounted_is_not_found() -> None:
     assert find_own_groups(find_mounts(MOUNTS), "4:memory:/elsewhere\n") == {}
 
 
-def test_a_probe_leaves_no_group(layer: CgroupLayer) -> None:
-    assert layer.probe().works
+def test_a_probe_leaves_no_group(cgroups: CgroupLayer) -> None:
+    assert cgroups.probe().works
     assert [found for mount in find_mounts() for found in mount.folder.rglob(f"*.trial-{os.getpid()}")] == []
 
 

@@ -18,7 +18,6 @@ from hypha_worker.checks import check_worker
 from hypha_worker.cli import main
 from hypha_worker.config import WorkerConfig
 from hypha_worker.hardware.detection import detect
-from hypha_worker.leasing.capacity import GpuCapacity
 from hypha_worker.leasing.terms import LeaseTerms, Quota
 
 LEAST = """
@@ -127,13 +126,6 @@ def test_a_preferred_name_that_no_executor_has_is_a_warning(tmp_path: Path) -> N
     text = '[resources]\ncpu = 1\n[offer]\nprefer = ["y"]\n[[executors]]\nclass = "train"\nname = "x"\ncmd = "sh"\n'
     [warning] = load(tmp_path, LEAST + text).warnings
     assert warning == "offer.prefer: 'y' is neither a peer id nor the name of one of the [[executors]]"
-
-
-def test_devices_determine_the_gpu_memory(tmp_path: Path) -> None:
-    text = LEAST + "[[resources.devices]]\nindex = 0\nmemory = 24\n[[resources.devices]]\nindex = 1\nmemory = 24\n"
-    capacity = load(tmp_path, text).config.capabilities().capacity
-    assert capacity.devices == (GpuCapacity(0, 24.0), GpuCapacity(1, 24.0))
-    assert capacity.resources.gpu == 48.0
 
 
 PEER = str(PeerId.from_public_key(bytes(32)))

@@ -46,7 +46,7 @@ class Told:
     def listen(self, lab: Any) -> None:
         async def on_drain(_peer: PeerId, message: Drain) -> DrainReceived:
             self.drains.append(message)
-            lab.scheduler._notify()
+            lab.scheduler.tasks.notify()
             return DrainReceived()
 
         async def on_goodbye(_peer: PeerId, message: Goodbye) -> GoodbyeReceived:

@@ -414,8 +414,6 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_job_runs_on_for_its_grace_and_no_longer(self) -> None:
-        if not hasattr(self, "manager"):
-            return
         states = {lease.id: lease.state for lease in self.manager.leases}
         for lease in self.told.keys() & self.running.keys():
             over = self.now - self.told[lease]
@@ -424,22 +422,19 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_leases_with_a_grace_are_orphaned(self) -> None:
-        if hasattr(self, "manager"):
-            for lease in self.manager.leases:
-                assert lease.state is not LeaseState.ORPHANED or self.graces[lease.id] or not lease.has_task
+        for lease in self.manager.leases:
+            assert lease.state is not LeaseState.ORPHANED or self.graces[lease.id] or not lease.has_task
 
     @invariant()
     def what_runs_fits_the_machine(self) -> None:
-        if hasattr(self, "manager"):
-            self.check_sum(list(self.running.values()))
-            assert set(self.running) == {lease.id for lease in self.manager.leases if lease.has_task}
+        self.check_sum(list(self.running.values()))
+        assert set(self.running) == {lease.id for lease in self.manager.leases if lease.has_task}
 
     @invariant()
     def what_is_leased_fits_the_machine(self) -> None:
-        if hasattr(self, "manager"):
-            held = [lease.allocation for lease in self.manager.leases]
-            self.check_sum(held)
-            assert set(self.manager.free.devices).isdisjoint(device for each in held for device in each.devices)
+        held = [lease.allocation for lease in self.manager.leases]
+        self.check_sum(held)
+        assert set(self.manager.free.devices).isdisjoint(device for each in held for device in each.devices)
 
     def check_sum(self, held: list[Allocation]) -> None:
         for name in ("cpu", "memory", "gpu", "storage"):
@@ -450,15 +445,12 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_lease_ends_before_the_time_that_its_scheduler_was_told(self) -> None:
-        if hasattr(self, "manager"):
-            known = {lease.id for lease in self.manager.leases if lease.state in (LeaseState.HELD, LeaseState.ENDING)}
-            assert {lease for lease, told in self.told.items() if self.now < told} <= known
+        known = {lease.id for lease in self.manager.leases if lease.state in (LeaseState.HELD, LeaseState.ENDING)}
+        assert {lease for lease, told in self.told.items() if self.now < told} <= known
 
     @invariant()
     def no_scheduler_exceeds_its_quota(self) -> None:
-        if not hasattr(self, "manager") or self.quota != QUOTA:
-            return
-        for usage in self.manager.usage.values():
+        for usage in self.manager.usage.values() if self.quota == QUOTA else ():
             assert usage.offers <= 2
             assert usage.reservations <= 3
             assert usage.jobs <= 1

@@ -69,13 +69,6 @@ def test_an_interrupted_transfer_counts_with_what_it_has(tmp_path: Path) -> None
     TaskStorage(tmp_path, 100_000).reserve(tmp_path / "a", 50_000)
 
 
-def test_a_folder_with_too_many_files_gets_no_further_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_storage, "MAX_ENTRIES", 5)
-    make(tmp_path, **{f"f{number}": 0 for number in range(6)})
-    with pytest.raises(StorageExceededError, match="more than 5 files"):
-        TaskStorage(tmp_path, 1000).reserve(tmp_path / "a", 0)
-
-
 def test_a_job_without_a_work_directory_yet_may_announce(tmp_path: Path) -> None:
     TaskStorage(tmp_path / "none", 1000).reserve(tmp_path / "none" / "a", 1000)
 
@@ -223,8 +216,12 @@ async def test_a_job_whose_folders_are_too_deep_to_be_looked_at_is_ended(tmp_pat
         remove_folder(tmp_path / ("d" * 250))
 
 
-async def test_a_job_with_too_many_files_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_with_too_many_files_is_ended_and_gets_no_further_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(task_storage, "MAX_ENTRIES", 5)
     make(tmp_path, **{f"f{number}": 0 for number in range(6)})
+    with pytest.raises(StorageExceededError, match="more than 5 files"):
+        TaskStorage(tmp_path, 1000).reserve(tmp_path / "a", 0)
     with pytest.raises(ExecutionError, match="more than 5 files"):
         await TaskStorage(tmp_path, 1000).watch()

@@ -119,16 +119,6 @@ async def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: I
         assert "none of those that the lease was requested for" in (await tasks.failure("u")).reason
 
 
-async def test_a_failed_executor_is_reported_and_the_next_attempt_runs(in_task_lab: InTaskLab) -> None:
-    async with in_task_lab() as (_lab, tasks, lease):
-        tasks.start(lease, "t", "print('the reason'); sys.exit(3)")
-        failed = await tasks.failure("t")
-        assert (failed.exit_code, failed.last_lines) == (3, ("the reason",))
-        assert "exited with status 3" in failed.reason
-        tasks.start(lease, "t", attempt=1)
-        assert (await tasks.end("t", 1)).finished is not None
-
-
 async def test_work_is_given_back_when_an_executor_asks_for_it(in_task_lab: InTaskLab) -> None:
     async with in_task_lab() as (_lab, tasks, lease):
         tasks.start(lease, "t", "print('ERROR disk: full'); sys.exit(os.EX_IOERR)")
