@@ -30,16 +30,14 @@ def by_name(each: Block) -> str:
     return each.name
 
 
-def worker(text: str, tmp_path: Path, **env: str) -> Loaded[WorkerConfig]:
-    file = tmp_path / "worker.toml"
-    file.write_text(text)
-    return load_config(WorkerConfig, file, env, {})
+def worker(text: str, tmp_path: Path) -> Loaded[WorkerConfig]:
+    (tmp_path / "worker.toml").write_text(text)
+    return load_config(WorkerConfig, tmp_path / "worker.toml", {}, {})
 
 
-def scheduler(text: str, tmp_path: Path, **env: str) -> Loaded[SchedulerConfig]:
-    file = tmp_path / "scheduler.toml"
-    file.write_text(text)
-    return load_config(SchedulerConfig, file, env, {})
+def scheduler(text: str, tmp_path: Path) -> Loaded[SchedulerConfig]:
+    (tmp_path / "scheduler.toml").write_text(text)
+    return load_config(SchedulerConfig, tmp_path / "scheduler.toml", {}, {})
 
 
 def test_every_block_has_a_row_in_the_table_and_every_row_a_block() -> None:

@@ -76,21 +76,6 @@ async def until_joined(confined: Confined) -> None:
     await until(lambda: all((folder / "cgroup.procs").read_text() for folder in folders), 60)
 
 
-async def test_twice_the_memory_is_ended_and_the_limit_named(cgroups: CgroupLayer, tmp_path: Path) -> None:
-    ended: list[Confined] = []
-    async with cgroups.confine(confinement(tmp_path, memory=0.1)) as confined:
-        ended.append(confined)
-        fits = launch(confined, [*PYTHON, "bytearray(30_000_000)"])
-        assert await anyio.to_thread.run_sync(fits.wait) == 0
-        assert confined.describe_end(0) is None
-        exceeds = launch(confined, [*PYTHON, "bytearray(200_000_000)"])
-        code = await anyio.to_thread.run_sync(exceeds.wait)
-        assert code == -signal.SIGKILL
-        found = confined.describe_end(code)
-        assert found == "was ended because it used more memory than the 0.1 GB of its lease (memory): request more"
-    assert "more memory" in str(ended[0].describe_end(-9)), "also when the group is gone"
-
-
 async def test_a_lease_without_an_amount_of_memory_has_no_limit_of_it(cgroups: CgroupLayer, tmp_path: Path) -> None:
     async with cgroups.confine(confinement(tmp_path, cpu=1)) as confined:
         process = launch(confined, [*PYTHON, "bytearray(200_000_000)"])

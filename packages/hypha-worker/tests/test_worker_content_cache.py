@@ -247,14 +247,13 @@ SLICE = bytes(range(256)) * (16 << 10)
 async def test_a_file_of_peers_is_pulled_once_with_and_without_a_known_digest(
     cache: ContentCache, tmp_path: Path
 ) -> None:
-    (tmp_path / "served").write_bytes(SLICE)
     digest = f"blake3:{blake3(SLICE).hexdigest()}"
 
     network, sent = MemoryNetwork(), []
     async with network.endpoint("worker") as worker, network.endpoint("peer") as peer:
 
         async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
-            return transfer.PullSource(tmp_path / "served", digest)
+            return transfer.PullSource(SLICE, digest)
 
         transfer.serve_pulls(peer, resolve)
         await worker.connect(peer.addresses[0])

@@ -243,27 +243,33 @@ def test_a_redirect_to_an_address_that_is_not_public_is_refused(server: Server, 
     assert (status, "169.254.169.254" in detail) == (403, True), detail
 
 
+class Resolver(trio.abc.HostnameResolver):
+    """Resolves names to these addresses in turn; without one left it resolves none, so that no test asks a server."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.left, self.asked = list(addresses), list[str]()
+
+    async def getaddrinfo(self, host, port, family=0, type=0, proto=0, flags=0):  # type: ignore[no-untyped-def]
+        self.asked.append(host.decode())
+        if not self.left:
+            raise OSError(-2, "Name or service not known")
+        return [(2, 1, 6, "", (self.left.pop(0), port))]
+
+    async def getnameinfo(self, sockaddr, flags):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+
 async def test_a_name_is_resolved_once_for_a_connection_and_checked_each_time(server: Server, tmp_path: Path) -> None:
     """A name that is public when it is checked and private when it is connected to (DNS rebinding)."""
     server.answers = [answer(CONTENT)]
-    asked: list[str] = []
-
-    class Resolver(trio.abc.HostnameResolver):
-        async def getaddrinfo(self, host, port, family=0, type=0, proto=0, flags=0):  # type: ignore[no-untyped-def]
-            asked.append(host.decode())
-            address = "127.0.0.1" if len(asked) == 1 else "169.254.169.254"
-            return [(2, 1, 6, "", (address, port))]
-
-        async def getnameinfo(self, _sockaddr, _flags):  # type: ignore[no-untyped-def]
-            raise NotImplementedError
-
+    resolver = Resolver("127.0.0.1", "169.254.169.254")
     access = AccessPolicy(hosts=("rebind.test",), networks=(ipaddress.ip_network("127.0.0.0/8"),))
     url = f"http://rebind.test:{server.port}/file.bin"
-    trio.socket.set_custom_hostname_resolver(Resolver())
+    trio.socket.set_custom_hostname_resolver(resolver)
     storage = TaskStorage(tmp_path, 100_000)
     found = await Downloads(access, storage).from_uri(url, PurePosixPath())
     assert found.size == len(CONTENT)
-    assert asked == ["rebind.test"]
+    assert resolver.asked == ["rebind.test"]
     with pytest.raises(BridgeError, match=r"169\.254\.169\.254, which is not public"):
         await Downloads(access, storage).from_uri(url, PurePosixPath())
     assert len(server.requests) == 1
@@ -321,16 +327,6 @@ def mutated(chance: random.Random, text: str) -> str:
     return text
 
 
-class NoResolver(trio.abc.HostnameResolver):
-    """Resolves no name, so that no test asks a server."""
-
-    async def getaddrinfo(self, host, port, family=0, type=0, proto=0, flags=0):  # type: ignore[no-untyped-def]
-        raise OSError(-2, "Name or service not known")
-
-    async def getnameinfo(self, sockaddr, flags):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-
 @CASES
 async def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: int) -> None:
     """Hosts and buckets match any pattern, so that what is refused is refused for what it is."""
@@ -344,7 +340,7 @@ async def test_fuzzed_uris_are_refused_in_words(tmp_path: Path, monkeypatch: pyt
         raise OSError("refused")
 
     monkeypatch.setattr(anyio, "connect_tcp", connect)
-    trio.socket.set_custom_hostname_resolver(NoResolver())
+    trio.socket.set_custom_hostname_resolver(Resolver())
     async with MemoryNetwork().endpoint("worker") as worker:
         storage = TaskStorage(work_dir, 1000)
         files = PeerFiles(worker, storage)

@@ -11,11 +11,11 @@ import stat
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
-from anyio.streams.memory import MemoryObjectReceiveStream
 from click.testing import CliRunner, Result
 
 from hypha_net.testing import simulate
@@ -238,23 +238,13 @@ def test_output_cannot_control_a_terminal() -> None:
 # --------------------------------------------------------------------------------------------------- the worker's log
 
 
-class Output:
-    """The output of a process."""
-
-    def __init__(self, blocks: MemoryObjectReceiveStream[bytes]) -> None:
-        self._blocks = blocks
-
-    async def receive(self, _max_bytes: int = 65536) -> bytes:
-        return await self._blocks.receive()
-
-
 def record(log: RunLog | None, *blocks: tuple[float, bytes], end: float = 0.0) -> OutputLog:
     """Record blocks, each after a pause, and the end of the output after another one."""
     output = OutputLog(log, "job/lease")
 
     async def run() -> None:
         sender, receiver = anyio.create_memory_object_stream[bytes](10)
-        stream: Any = Output(receiver)
+        stream: Any = SimpleNamespace(receive=lambda _max_bytes: receiver.receive())
         async with anyio.create_task_group() as tasks, sender:
             tasks.start_soon(output.read, stream)
             for pause, block in blocks:

@@ -37,34 +37,6 @@ async def until_retried(caplog: pytest.LogCaptureFixture) -> None:
         await anyio.sleep(0.01)
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
-) -> None:
-    monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (0.05,) * 1000))
-
-    async def resolve(_peer: PeerId, _request: PullRequest) -> transfer.PullSource | Refusal:
-        return transfer.PullSource(b"x" * 1000) if comes_back else Refusal(reason="not here any more")
-
-    network = MemoryNetwork()
-    async with network.endpoint("worker") as worker, network.endpoint("data") as data:
-        files, address = PeerFiles(worker, TaskStorage(tmp_path, 1 << 20)), SliceAddress(dataset="digits", index=0)
-        async with anyio.create_task_group() as tasks:
-
-            async def serve() -> None:
-                await until_retried(caplog)  # the node is reachable, and does not serve files yet
-                transfer.serve_pulls(data, resolve)
-
-            tasks.start_soon(serve)
-            if comes_back:
-                _, peer = await files.pull([data.peer_id], WantedFile(address), tmp_path / "got")
-                assert peer == data.peer_id
-                assert (tmp_path / "got").read_bytes() == b"x" * 1000
-            else:
-                with pytest.raises(BridgeError, match="not here any more"):
-                    await files.pull([data.peer_id], WantedFile(address), tmp_path / "got")
-
-
 GOOD, WRONG = b"x" * 1000, b"y" * 1000
 DIGEST = f"blake3:{blake3(GOOD).hexdigest()}"
 ADDRESS = SliceAddress(dataset="digits", index=3)
@@ -119,6 +91,29 @@ def with_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
     for name in ("NO_PROVIDER", "WRONG_CONTENT"):
         monkeypatch.setattr(retries, name, RetryPolicy("test", (60.0,)))
     return lambda: open_nodes(tmp_path)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_restarting_data_node_is_retried_and_a_refusal_is_final(
+    with_nodes: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, comes_back: bool
+) -> None:
+    monkeypatch.setattr(retries, "NO_PROVIDER", RetryPolicy("test", (0.05,) * 1000))
+    async with with_nodes() as nodes, anyio.create_task_group() as tasks:
+
+        async def serve() -> None:
+            await until_retried(caplog)  # the node is reachable, and does not serve files yet
+            if comes_back:
+                nodes.serve(nodes.first, GOOD)
+            else:
+                nodes.refuse(nodes.first, "not here any more")
+
+        tasks.start_soon(serve)
+        if comes_back:
+            _, peer = await nodes.files.pull(nodes.peers[:1], WantedFile(ADDRESS), nodes.target)
+            assert (peer, nodes.target.read_bytes()) == (nodes.first.peer_id, GOOD)
+        else:
+            with pytest.raises(BridgeError, match="not here any more"):
+                await nodes.files.pull(nodes.peers[:1], WantedFile(ADDRESS), nodes.target)
 
 
 async def test_a_node_with_wrong_content_is_asked_once_and_the_next_one_after_it(with_nodes: Any) -> None:

@@ -212,30 +212,25 @@ def read(path: Path) -> dict[str, NDArray[np.float32]]:
         return {name: file.tensor(name) for name in file.tensors}
 
 
-def start_model(folder: Path, rate: float, momentum: float, nesterov: bool) -> GlobalModel:
-    (folder / "model").mkdir()
-    infos = {name: TensorInfo("BF16", shape) for name, shape in SHAPES.items()}
-    with TensorFileWriter(folder / "model" / "model.safetensors", infos) as writer:
-        for name, shape in SHAPES.items():
-            writer.write(name, np.zeros(shape))
-    optimizer = Nesterov(learning_rate=rate, momentum=momentum, nesterov=nesterov)
-    return GlobalModel(folder / "model", folder / "state", optimizer)
-
-
 def check(folder: Path, rate: float, momentum: float, nesterov: bool, scale: float, seed: int) -> float:
     """Take outer steps and add their updates to a model; its momentum is the server's to the bit.
 
     Returns:
         The largest difference from the momentum in float64, relative to the largest momentum so far.
     """
-    rng, model = np.random.default_rng(seed), start_model(folder, rate, momentum, nesterov)
+    rng, optimizer = np.random.default_rng(seed), Nesterov(learning_rate=rate, momentum=momentum, nesterov=nesterov)
+    (folder / "model").mkdir()
+    infos = {name: TensorInfo("BF16", shape) for name, shape in SHAPES.items()}
+    with TensorFileWriter(folder / "model" / "model.safetensors", infos) as writer:
+        for name, shape in SHAPES.items():
+            writer.write(name, np.zeros(shape))
+    model = GlobalModel(folder / "model", folder / "state", optimizer)
     worst = largest = 0.0
     exact = {name: np.zeros(shape) for name, shape in SHAPES.items() if name not in STATISTICS}
     for number in range(1, ROUNDS + 1):
         updates = [{n: rng.normal(0, scale, s).astype("f4") for n, s in SHAPES.items()} for _ in WEIGHTS]
         files = [(write(folder / str(i), u), w) for i, (u, w) in enumerate(zip(updates, WEIGHTS, strict=True))]
         step = folder / "outer"
-        optimizer = Nesterov(learning_rate=rate, momentum=momentum, nesterov=nesterov)
         outer_step(files, folder / "momentum", step, optimizer, UpdateMetadata(number, None, STATISTICS))
         model.add(step, number)
         of_server, of_scheduler = read(folder / "momentum"), read(model.directory(number) / MOMENTUM)

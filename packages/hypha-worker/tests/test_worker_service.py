@@ -43,22 +43,10 @@ async def test_a_worker_is_ready_when_a_peer_is_on_its_topic(tmp_path: Path, mak
         tasks.cancel_scope.cancel()
 
 
-async def test_a_worker_whose_topic_has_peers_logs_no_waiting(
-    tmp_path: Path, make_config: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_worker_whose_topic_has_peers_logs_no_waiting(on_site: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hypha_net.node.health"):
-        network = MemoryNetwork()
-        async with (
-            network.endpoint("worker") as endpoint,
-            network.endpoint("gateway") as gateway,
-            pubsub.subscribe(gateway, WORKER_REQUESTS),
-            anyio.create_task_group() as tasks,
-        ):
-            await gateway.connect(endpoint.addresses[0])
-            node = Node(endpoint, tasks)
-            tasks.start_soon(serve, make_config(tmp_path), node)
-            await until(lambda: node.readiness.is_ready, 60)
-            tasks.cancel_scope.cancel()
+        async with on_site() as site:
+            assert site.node.readiness.is_ready
     assert [record.getMessage() for record in caplog.records if "ready" in record.getMessage()] == ["ready"]
 
 

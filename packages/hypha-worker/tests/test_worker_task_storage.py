@@ -92,12 +92,10 @@ def test_concurrent_announcements_never_exceed_the_limit(tmp_path: Path) -> None
 
 
 async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored(tmp_path: Path) -> None:
-    source, work = tmp_path / "slice", tmp_path / "work"
-    work.mkdir()
-    source.write_bytes(b"x" * (3 << 20))
+    (work := tmp_path / "work").mkdir()
 
     async def resolve(_peer: Any, _request: PullRequest) -> transfer.PullSource | Refusal:
-        return transfer.PullSource(source)
+        return transfer.PullSource(b"x" * (3 << 20))
 
     network = MemoryNetwork()
     async with network.endpoint("worker") as worker, network.endpoint("data") as data:
