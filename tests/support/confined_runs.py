@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,3 @@ def users() -> list[Any]:
         pytest.param(False, id="root" if is_root else "user"),
         *([pytest.param(True, id="nobody", marks=pytest.mark.nightly)] if can_change else []),
     ]
-
-
-StartRuns = Callable[[], ConfinedRuns]

@@ -377,8 +377,7 @@ class LocalNetwork:
 
     def scheduler_command(self, job: Job, command: str, *args: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the scheduler on the directory of a job."""
-        [directory] = (path.parent for path in job.runs.glob("*/journal.jsonl"))
-        words = [script("hypha-scheduler"), command, str(directory), *args]
+        words = [script("hypha-scheduler"), command, str(job.directory), *args]
         return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
 
     def start_untrusted_worker(self, name: str) -> LocalProcess:
@@ -395,11 +394,7 @@ class LocalNetwork:
 
     def down(self) -> dict[str, int]:
         """Stop every process; return exit statuses by name."""
-
-        async def main() -> dict[str, int]:
-            return await self.processes.stop()
-
-        return anyio.run(main, backend="trio")
+        return anyio.run(self.processes.stop, backend="trio")
 
 
 Network = TypeVar("Network", bound=LocalNetwork)

@@ -136,22 +136,16 @@ class TaskNetwork(LocalNetwork):
         """Submit a job of tasks; return when it is accepted."""
         path = self.folders.root / f"job-{time.monotonic_ns()}.json"
         path.write_text(json.dumps(job))
-        process = self.start_submit(path)
+        process = self._start_command("submit", str(path), "--socket", str(self.folders.runs / "scheduler.sock"))
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()
         return Submission(process, self.folders.runs, json.loads(line)["job_id"])
 
-    def start_submit(self, path: Path) -> subprocess.Popen[str]:
-        """Start the command that submits a file."""
-        return self._start_command("submit", str(path), "--socket", str(self.folders.runs / "scheduler.sock"))
-
     def resume(self, job: Submission) -> Submission:
         """Resume a job: by the scheduler if it runs, otherwise by a scheduler of its own."""
-        return replace(job, process=self._start_command("resume", str(job.directory), *self._scheduler_file()))
-
-    def _scheduler_file(self) -> tuple[str, str]:
-        return "--config", str(self.configuration("scheduler"))
+        config = str(self.configuration("scheduler"))
+        return replace(job, process=self._start_command("resume", str(job.directory), "--config", config))
 
     @staticmethod
     def _start_command(*words: str) -> subprocess.Popen[str]:

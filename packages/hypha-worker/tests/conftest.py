@@ -36,10 +36,13 @@ from hypha_proto.ids import PeerId
 from hypha_proto.leases import (
     RELEASE_LEASE,
     RENEW_LEASE,
+    WHY_NOT,
     LeaseRenewal,
+    Rejection,
     ReleaseLease,
     Renewed,
     RenewLease,
+    WhyNot,
 )
 from hypha_proto.offers import (
     OFFER,
@@ -217,6 +220,11 @@ class Scheduler:
                     if isinstance(await self.renew(peer, offer.id), Renewed):
                         return offer.id
 
+    async def why_not(self, peer: PeerId, executor: ExecutorDescriptor = TRAIN) -> tuple[Rejection, ...]:
+        """Ask a worker why it would make no offer."""
+        question = WhyNot(request=self.request(executor, cpu=1.0))
+        return (await rpc.call(self.endpoint, peer, WHY_NOT, question)).rejections
+
     async def renew(self, peer: PeerId, lease: uuid.UUID) -> LeaseRenewal:
         return await rpc.call(self.endpoint, peer, RENEW_LEASE, RenewLease(id=lease))
 
@@ -256,20 +264,14 @@ class PushReceiver:
     folder: Path
     files: list[tuple[PeerId, PushHeader, bytes]] = field(default_factory=list)
     refuse: str = ""
-    on_file: Callable[[], None] = lambda: None
 
-    def listen(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        transfer.serve_pushes(self.endpoint, self._accept)
-
-    async def _accept(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
+    async def accept(self, peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if self.refuse:
             return Refusal(reason=self.refuse)
         path = self.folder / f"{uuid.uuid4()}"
 
         async def on_complete(_size: int, _digest: str) -> None:
             self.files.append((peer, header, path.read_bytes()))
-            self.on_file()
 
         return transfer.FilePushTarget(path, 1 << 30, on_complete)
 
@@ -306,6 +308,28 @@ class Lab:
         about, scheduler = self.scheduler.sender, self.scheduler.endpoint.peer_id
         header = PushHeader(about, number, kind, "../outer.safetensors", size, digest, scheduler)
         await transfer.push(sender, self.peer, content, header)
+
+    def receive_pushes(self, endpoint: MemoryEndpoint) -> PushReceiver:
+        """Let a peer receive files."""
+        receiver = PushReceiver(endpoint, self.folder)
+        transfer.serve_pushes(endpoint, receiver.accept)
+        return receiver
+
+    def serve_slices(self, count: int) -> None:
+        """Let the scheduler assign `count` slices and the data peer serve them."""
+        indices = iter(range(count))
+
+        async def assign(_peer: PeerId, _request: DataRequest) -> SliceAssigned | NotFound:
+            if (index := next(indices, None)) is None:
+                return NotFound()
+            digest = f"blake3:{blake3(b'slice %d' % index).hexdigest()}"
+            return SliceAssigned(data_provider=self.data.peer_id, index=index, epoch=0, digest=digest)
+
+        async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
+            return transfer.PullSource(b"slice %d" % request.index)
+
+        rpc.serve(self.scheduler.endpoint, DATA, assign)
+        transfer.serve_pulls(self.data, resolve)
 
     def write_script(self, text: str) -> None:
         """Write the script that the executor runs."""
@@ -387,35 +411,6 @@ def in_task_lab(in_lab: Callable[..., AbstractAsyncContextManager[Lab]]) -> Call
     return opened
 
 
-async def _serve_slices(lab: Any, count: int) -> None:
-    """Let the scheduler assign `count` slices and the data peer serve them."""
-    given: list[DataRequest] = []
-
-    async def assign(_peer: PeerId, request: DataRequest) -> SliceAssigned | NotFound:
-        given.append(request)
-        index = len(given) - 1
-        if index >= count:
-            return NotFound()
-        digest = f"blake3:{blake3(b'slice %d' % index).hexdigest()}"
-        return SliceAssigned(data_provider=lab.data.peer_id, index=index, epoch=0, digest=digest)
-
-    async def resolve(_peer: PeerId, request: PullRequest) -> transfer.PullSource | Refusal:
-        return transfer.PullSource(b"slice %d" % request.index)
-
-    rpc.serve(lab.scheduler.endpoint, DATA, assign)
-    transfer.serve_pulls(lab.data, resolve)
-
-
-@pytest.fixture
-def serve_slices() -> Callable[..., Any]:
-    return _serve_slices
-
-
-@pytest.fixture
-def push_receiver() -> type[PushReceiver]:
-    return PushReceiver
-
-
 @dataclass
 class Site:
     """A worker program as its command line runs it, in one process with a scheduler."""
@@ -427,8 +422,12 @@ class Site:
     ended: anyio.Event = field(default_factory=anyio.Event)
     """Set when the program has returned."""
 
+    @property
+    def peer(self) -> PeerId:
+        return self.node.endpoint.peer_id
+
     async def health(self) -> Health:
-        return await rpc.call(self.lab.scheduler.endpoint, self.node.endpoint.peer_id, HEALTH_CHECK, HealthRequest())
+        return await rpc.call(self.lab.scheduler.endpoint, self.peer, HEALTH_CHECK, HealthRequest())
 
     async def until_draining(self) -> None:
         while (await self.health()).reason != "draining":

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from hypha_net import rpc
 from hypha_net.testing import MemoryNetwork
-from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
+from hypha_proto.leases import Rejection
 from hypha_proto.offers import ExecutorDescriptor
 from hypha_proto.worker_status import OfferedExecutor
 from hypha_worker.executor_health import EXCLUSION, MAX_FAILURES, ExecutorHealth
@@ -43,11 +42,6 @@ def test_failures_in_a_row_take_an_executor_out_for_a_time(caplog: pytest.LogCap
     assert health.exclusion is None
 
 
-async def why_not(lab: Any, peer: Any, *executors: ExecutorDescriptor) -> Reasons:
-    question = WhyNot(request=lab.scheduler.request(*executors, cpu=1.0))
-    return await rpc.call(lab.scheduler.endpoint, peer, WHY_NOT, question)
-
-
 async def fail(lab: Any, peer: Any, count: int) -> None:
     for _ in range(count):
         lease = await lab.scheduler.hire()
@@ -58,25 +52,24 @@ async def fail(lab: Any, peer: Any, count: int) -> None:
 
 async def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes(on_site: Any) -> None:
     async with on_site() as site:
-        peer = site.node.endpoint.peer_id
+        peer = site.peer
         site.lab.write_script("sys.exit('no module')\n")
         await fail(site.lab, peer, MAX_FAILURES)
-        answer = await why_not(site.lab, peer)
         text = "executor train/script is out of bids, because it fails at its start"
-        assert answer.rejections == (Rejection(code="executor", text=text),)
+        assert await site.lab.scheduler.why_not(peer) == (Rejection(code="executor", text=text),)
         [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
         assert excluded["executor"] == "train/script"
         assert excluded["reason"].startswith("it failed 3 times in a row at its start: executor ")
         assert "not offered  train/script: it failed 3 times" in (await site.command("status")).stdout
         assert (await site.command("resume")).exit_code == 0
-        assert (await why_not(site.lab, peer)).rejections == ()
+        assert await site.lab.scheduler.why_not(peer) == ()
 
 
 async def test_executor_whose_memory_is_exhausted_at_its_start_stays_in_bids(in_lab: Any) -> None:
     async with in_lab() as lab:
         lab.write_script("sys.exit(75)\n")
         await fail(lab, lab.peer, MAX_FAILURES)
-        assert (await why_not(lab, lab.peer)).rejections == ()
+        assert await lab.scheduler.why_not(lab.peer) == ()
 
 
 async def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: Any) -> None:
@@ -87,7 +80,7 @@ async def test_job_that_fails_after_its_executor_has_started_does_not_count(in_l
         await fail(lab, lab.peer, 1)
         lab.write_script("sys.exit(3)\n")
         await fail(lab, lab.peer, 1)
-        assert (await why_not(lab, lab.peer)).rejections == ()
+        assert await lab.scheduler.why_not(lab.peer) == ()
 
 
 async def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_mended_it(
@@ -97,15 +90,15 @@ async def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_men
     executor = {"class": "train", "name": "script", "cmd": sys.executable, "check": ["ls", str(wanted)]}
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
     async with on_site(executors=[executor, server]) as site:
-        peer = site.node.endpoint.peer_id
-        [rejection] = (await why_not(site.lab, peer)).rejections
+        peer = site.peer
+        [rejection] = await site.lab.scheduler.why_not(peer)
         assert rejection.code == "executor"
         [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
         assert excluded["reason"].startswith(f"its check (ls {wanted}) failed: ")
         assert "No such file" in excluded["reason"]
         wanted.touch()
         assert (await site.command("resume")).exit_code == 0
-        assert (await why_not(site.lab, peer)).rejections == ()
+        assert await site.lab.scheduler.why_not(peer) == ()
     assert [path.name for path in (tmp_path / "work").glob("hypha-check-*")] == []
 
 
@@ -140,5 +133,5 @@ async def test_of_a_task_only_a_process_that_cannot_be_started_counts(
         for number in range(MAX_FAILURES):
             tasks.start(lease, f"t{number}", "", executor="shell/python")
             await tasks.until(lambda number=number: "failed" in tasks.kinds(f"t{number}"))
-        answer = await why_not(lab, lab.peer, ExecutorDescriptor.parse("shell/python"))
-        assert any("executor shell/python is out of bids" in each.text for each in answer.rejections) == is_out
+        rejections = await lab.scheduler.why_not(lab.peer, ExecutorDescriptor.parse("shell/python"))
+        assert any("executor shell/python is out of bids" in each.text for each in rejections) == is_out

@@ -147,10 +147,10 @@ async def train(lab: Any, recorded: Any) -> None:
     assert (await lab.scheduler.ended()).outcome == "failed"
 
 
-async def aggregate(lab: Any, receiver: Any) -> None:
+async def aggregate(lab: Any) -> None:
     """Run one round with one member."""
     lab.scheduler.answer = lambda _report: Done()
-    receiver.listen()
+    receiver = lab.receive_pushes(lab.server)
     spec = lab.aggregate_spec([lab.server.peer_id], [lab.server.peer_id])
     lease = await lab.scheduler.hire(lab.SERVER)
     await lab.scheduler.dispatch(lease, spec)
@@ -173,13 +173,11 @@ async def let_leases_end(lab: Any, recorded: Any, monkeypatch: pytest.MonkeyPatc
     assert not await lab.scheduler.release(lab.peer, uuid.uuid4())
 
 
-async def test_every_documented_metric_has_a_value(
-    in_lab: Any, recorded: Any, push_receiver: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_every_documented_metric_has_a_value(in_lab: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.1)
     async with in_lab(offer={"price": 50.0, "idle_lease": 2.0}) as lab:
         await train(lab, recorded)
-        await aggregate(lab, push_receiver(lab.server, lab.folder / "receiver"))
+        await aggregate(lab)
         await let_leases_end(lab, recorded, monkeypatch)
     expected: Expected = {
         "hypha.worker.executors.active": [{}],

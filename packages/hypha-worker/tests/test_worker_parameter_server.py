@@ -142,7 +142,7 @@ def serve_momentum(lab: Any, arrays: dict[str, Float32], dtype: str = "F32") -> 
 
 
 @pytest.fixture
-def in_term(in_lab: InLab, push_receiver: Any) -> Callable[..., Any]:
+def in_term(in_lab: InLab) -> Callable[..., Any]:
     """Return a function that opens a parameter server for `rounds` rounds, and checks that the job finishes.
 
     Without rounds it is not checked. With a third trainer, this one is no worker at first.
@@ -160,14 +160,10 @@ def in_term(in_lab: InLab, push_receiver: Any) -> Callable[..., Any]:
     ) -> AsyncIterator[TermLab]:
         async with in_lab() as lab, AsyncExitStack() as stack:
             lab.scheduler.answer = lambda _: Done() if len(lab.scheduler.reports) == rounds else Continue()
-            names = [f"trainer-{number}" for number in range(trainers)]
-            endpoints = [await stack.enter_async_context(lab.network.endpoint(name)) for name in names]
-            receivers = [
-                push_receiver(endpoint, lab.folder / name) for endpoint, name in zip(endpoints, names, strict=True)
-            ]
-            scheduler = push_receiver(lab.scheduler.endpoint, lab.folder / "scheduler")
-            for receiver in (scheduler, *receivers):
-                receiver.listen()
+            opening = [lab.network.endpoint(f"trainer-{number}") for number in range(trainers)]
+            endpoints = [await stack.enter_async_context(each) for each in opening]
+            receivers = [lab.receive_pushes(endpoint) for endpoint in endpoints]
+            scheduler = lab.receive_pushes(lab.scheduler.endpoint)
             own = lab.scheduler.endpoint.peer_id
             peers = [endpoint.peer_id for endpoint in endpoints[:2]]
             fields = {"term": TERM} | ({} if arrays is None else {"momentum": momentum_reference(own)}) | changes
@@ -521,7 +517,7 @@ async def test_updates_that_do_not_fit_the_momentum_are_refused(
 def refuse_pushes(lab: TermLab, reason: str, count: int) -> list[str]:
     """Let the scheduler refuse the next pushes; return the list of what it has refused."""
     refused: list[str] = []
-    accept = lab.scheduler._accept
+    accept = lab.scheduler.accept
 
     async def refuse(peer: PeerId, header: PushHeader) -> transfer.FilePushTarget | Refusal:
         if len(refused) < count:

@@ -112,17 +112,20 @@ def hub(token: str) -> HuggingFaceReference:
     return HuggingFaceReference(repository="org/model", filenames=("config.json",), token=token)
 
 
+HUBS = {"hub": hub(TOKEN), "bad token": hub(BAD_TOKEN + "\n")}
+HOSTS = {"closed": "127.0.0.1:9", "not allowed": "localhost", "no URL": "[127.0.0.1"}
+
+
+def second_url(web: Web, second: str) -> str:
+    """Return a URL with secrets, of a path of the web server or of another host."""
+    return web.url("/x").replace(web.address, HOSTS[second]) if second in HOSTS else web.url(second)
+
+
 @pytest.mark.parametrize("second", ["/missing", "/moved", "closed", "not allowed", "no URL", "hub", "bad token"])
 async def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
     in_lab: Any, web: Web, everything: Callable[[], str], second: str
 ) -> None:
-    other: Any = {
-        "closed": UriReference(value=web.url("/x").replace(web.address, "127.0.0.1:9")),
-        "not allowed": UriReference(value=web.url("/x").replace(web.address, "localhost")),
-        "no URL": UriReference(value=web.url("/x").replace(web.address, "[127.0.0.1")),
-        "hub": hub(TOKEN),
-        "bad token": hub(BAD_TOKEN + "\n"),
-    }.get(second, web.uri(second))
+    other = HUBS.get(second) or UriReference(value=second_url(web, second))
     async with in_lab(connectors={"hosts": ["127.0.0.1"]}) as lab:
         await lab.start(FETCHES, lab.train_spec(**with_artifacts(web.uri("/found"), other)))
         end = await lab.scheduler.ended()
@@ -142,15 +145,10 @@ async def test_a_job_shows_no_secret_whether_its_fetches_succeed_or_fail(
 async def test_a_task_shows_no_secret_whether_it_succeeds_or_fails(
     in_task_lab: Any, web: Web, everything: Callable[[], str], second: str
 ) -> None:
-    closed = web.url("/x").replace(web.address, "127.0.0.1:9")
-    source: dict[str, Any] = {
-        "hub": {"huggingface": hub(TOKEN)},
-        "bad token": {"huggingface": hub(BAD_TOKEN + "\n")},
-        "closed": {"uri": UriSource(value=closed)},
-    }.get(second, {"uri": UriSource(value=web.url(second))})
+    uri = None if second in HUBS else UriSource(value=second_url(web, second))
     resources = (
         TaskResource(name="first", uri=UriSource(value=web.url("/found"))),
-        TaskResource(name="second", **source),
+        TaskResource(name="second", huggingface=HUBS.get(second), uri=uri),
     )
     async with in_task_lab(executors=[EXECUTOR], connectors={"hosts": ["127.0.0.1"]}) as (_lab, tasks, lease):
         tasks.start(lease, "t", SHOWS, resources=resources)
@@ -181,9 +179,8 @@ def test_executors_name_urls_by_what_is_not_secret_of_them(web: Web) -> None:
 
 def test_executors_name_repositories_without_their_token() -> None:
     config = training(PeerId.from_public_key(bytes(32)), **with_artifacts(hub(TOKEN), hub(TOKEN)))
-    spec = TaskSpec(executor="train/x", training=config)
-    shown: Any = without_secrets(config)
+    shown: Any = without_secrets(config).model.artifact
     assert_no_secret(repr(shown))
-    assert with_secrets(spec, shown.model.artifact) == hub(TOKEN)
-    other = msgspec.structs.replace(shown.model.artifact, repository="org/other")
-    assert with_secrets(spec, other) == other
+    other = msgspec.structs.replace(shown, repository="org/other")
+    spec = TaskSpec(executor="train/x", training=config)
+    assert (with_secrets(spec, shown), with_secrets(spec, other)) == (hub(TOKEN), other)

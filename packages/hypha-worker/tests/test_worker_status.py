@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from hypha_net import pubsub, rpc
 from hypha_proto.ids import PeerId
-from hypha_proto.leases import WHY_NOT, Reasons, Rejection, WhyNot
+from hypha_proto.leases import Rejection
 from hypha_proto.offers import WORKER_REQUESTS, ExecutorDescriptor, WorkerRequest, WorkerSpec
 from hypha_proto.resources import Resources
 from hypha_proto.worker_status import DESCRIBE_WORKER, DescribeWorker, OfferedExecutor
@@ -63,11 +63,6 @@ def test_only_the_last_requests_are_kept() -> None:
     assert [request.price for request in history.decided] == [float(number) for number in range(5, KEPT_REQUESTS + 5)]
 
 
-async def why_not(site: Any) -> Reasons:
-    question = WhyNot(request=site.lab.scheduler.request(cpu=1.0))
-    return await rpc.call(site.lab.scheduler.endpoint, site.node.endpoint.peer_id, WHY_NOT, question)
-
-
 async def status(site: Any) -> dict[str, Any]:
     result = await site.command("status", "--format", "json")
     assert result.exit_code == 0, result.output
@@ -111,10 +106,8 @@ async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_g
         result = await site.command("pause")
         assert (result.exit_code, result.stdout) == (0, "paused: no more offers, also after a restart; 1 jobs go on\n")
         assert (await status(site))["state"] == "paused"
-        assert [rejection.code for rejection in (await why_not(site)).rejections] == ["paused"]
-        told = await rpc.call(
-            site.lab.scheduler.endpoint, site.node.endpoint.peer_id, DESCRIBE_WORKER, DescribeWorker()
-        )
+        assert [each.code for each in await site.lab.scheduler.why_not(site.peer)] == ["paused"]
+        told = await rpc.call(site.lab.scheduler.endpoint, site.peer, DESCRIBE_WORKER, DescribeWorker())
         assert (told.tasks, told.price, [each.code for each in told.rejections]) == (1, 50.0, ["paused"])
         assert OfferedExecutor("train", "script", "process") in told.executors
         assert told.free.cpu == told.total.cpu - 1.0
@@ -125,7 +118,7 @@ async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_g
         assert (await site.lab.scheduler.ended()).outcome == "finished"
     async with on_site() as site:
         assert (await status(site))["state"] == "paused"
-        assert [rejection.code for rejection in (await why_not(site)).rejections] == ["paused"]
+        assert [each.code for each in await site.lab.scheduler.why_not(site.peer)] == ["paused"]
         assert (await site.command("resume")).stdout == "resumed\n"
         assert (await status(site))["state"] == "running"
         await site.lab.scheduler.hire()

@@ -85,11 +85,10 @@ assert answer == {"type": "Done"}, answer
 """
 
 
-async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab, push_receiver: Any, serve_slices: Any) -> None:
+async def test_a_job_trains_a_round_through_the_bridge(in_lab: InLab) -> None:
     async with in_lab() as lab:
-        pushed = push_receiver(lab.server, lab.folder / "server")
-        pushed.listen()
-        await serve_slices(lab, 1)
+        pushed = lab.receive_pushes(lab.server)
+        lab.serve_slices(1)
 
         def answer(report: ReportTraining) -> ReportAnswer:
             assert report.attempt.job_id == lab.scheduler.job_id
@@ -122,9 +121,9 @@ listen({{"resource": config["results"], "path": "incoming"}}).__next__()
 """
 
 
-async def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab, push_receiver: Any) -> None:
+async def test_bytes_of_two_tasks_at_once_are_counted_apart(in_lab: InLab) -> None:
     async with in_lab() as lab:
-        push_receiver(lab.server, lab.folder / "server").listen()
+        lab.receive_pushes(lab.server)
         sent = {1000: (lab.server, b"outer"), 3000: (lab.data, b"outer update")}
         leases = {}
         for count, (size, (sender, _)) in enumerate(sent.items(), 1):

@@ -69,9 +69,9 @@ assert status == 400, answer
 """
 
 
-async def test_a_task_fetches_its_resources(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+async def test_a_task_fetches_its_resources(in_task_lab: InTaskLab) -> None:
     async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
-        await serve_slices(lab, 1)
+        lab.serve_slices(1)
         one = TaskResource(name="one", peers=PeersSource((lab.data.peer_id,), "numbers", 1))
         tasks.start(lease, "t", FETCH, resources=(numbers(lab), one))
         assert (await tasks.end("t")).finished is not None
@@ -207,9 +207,9 @@ assert status == 200 and open(answer[0]["path"]).read() == "slice 2", answer
 """
 
 
-async def test_a_task_reaches_only_what_its_definition_names(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+async def test_a_task_reaches_only_what_its_definition_names(in_task_lab: InTaskLab) -> None:
     async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
-        await serve_slices(lab, 1)
+        lab.serve_slices(1)
         settings = {"data": str(lab.data.peer_id)}
         tasks.start(lease, "t", REFUSED, resources=(numbers(lab),), settings=settings)
         report = await tasks.end("t")
@@ -240,9 +240,7 @@ def script_of_docs() -> str:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_a_shell_script_with_curl_is_an_executor(
-    in_task_lab: InTaskLab, tmp_path: Path, serve_slices: Any
-) -> None:
+async def test_a_shell_script_with_curl_is_an_executor(in_task_lab: InTaskLab, tmp_path: Path) -> None:
     script = script_of_docs()
     assert len(script.splitlines()) <= 30
     (tmp_path / "count.sh").write_text(script)
@@ -253,7 +251,7 @@ async def test_a_shell_script_with_curl_is_an_executor(
         "args": [str(tmp_path / "count.sh"), "{SOCKET_PATH}", "{JOB_FILE}"],
     }
     async with in_task_lab(executors=[shell], requested="count") as (lab, tasks, lease):
-        await serve_slices(lab, 1)
+        lab.serve_slices(1)
         outputs = (OutputPath("counts", "counts.txt"),)
         resources = (TaskResource(name="text", peers=numbers(lab).peers),)
         spec = TaskSpec(executor="count", resources=resources, outputs=outputs, settings=json.dumps({"text": "text"}))

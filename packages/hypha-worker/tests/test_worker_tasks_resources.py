@@ -291,9 +291,9 @@ async def test_a_full_disk_is_told_with_the_resource(in_task_lab: InTaskLab, mon
             assert (await tasks.end("next")).finished is not None
 
 
-async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab, serve_slices: Any) -> None:
+async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTaskLab) -> None:
     async with in_task_lab() as (lab, tasks, lease):
-        await serve_slices(lab, 1)
+        lab.serve_slices(1)
         peers = (lab.data.peer_id,)
         resources = (
             TaskResource(name="one", peers=PeersSource(peers, "numbers", 4)),
@@ -546,10 +546,9 @@ status, answer = post("/resources/send", {
 """
 
 
-async def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTaskLab, push_receiver: Any) -> None:
+async def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTaskLab) -> None:
     async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
-        receiver = push_receiver(lab.scheduler.endpoint, lab.folder / "results")
-        receiver.listen()
+        receiver = lab.receive_pushes(lab.scheduler.endpoint)
         tasks.start(lease, "t", SEND + "assert status == 200, answer", sends=True)
         report = await tasks.end("t")
         assert report.finished is not None, report
