@@ -32,6 +32,7 @@ from hypha_proto.tasks import (
     TaskCancelled,
     TaskDefinition,
     TaskFailed,
+    TaskFinished,
     TaskSpec,
 )
 from support.fuzz_target import SchedulerCodec
@@ -184,6 +185,12 @@ class ScriptedTaskScheduler:
 
         found: StatusUpdate = await self.until(ended, seconds)
         return found
+
+    async def success(self, task: str, attempt: int = 0, seconds: float = 15.0) -> TaskFinished:
+        """Wait for the end of an attempt that finishes."""
+        report = await self.end(task, attempt, seconds)
+        assert report.finished is not None, report
+        return report.finished
 
     async def failure(self, task: str, attempt: int = 0) -> TaskFailed:
         """Wait for the end of an attempt that fails."""

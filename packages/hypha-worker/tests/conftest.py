@@ -20,6 +20,7 @@ import anyio.to_thread
 import pytest
 from blake3 import blake3
 from click.testing import CliRunner, Result
+from support.endpoint_helpers import pull_bytes
 from support.requirements import skip_outside_ci
 from support.scripted_task_scheduler import ENDS, PYTHON, ScriptedTaskScheduler, kind_of
 from support.task_bridge_client import BRIDGE
@@ -55,7 +56,7 @@ from hypha_proto.offers import (
 )
 from hypha_proto.resources import Resources
 from hypha_proto.round_membership import UPDATE_REFUSED, RefusalKnown, UpdateRefused
-from hypha_proto.tasks import StatusUpdate, TaskSpec
+from hypha_proto.tasks import StatusUpdate, TaskFinished, TaskSpec
 from hypha_proto.training_reports import REPORT, Continue, ReportAnswer, ReportTraining
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.cli import main as worker_cli
@@ -308,6 +309,12 @@ class Lab:
         about, scheduler = self.scheduler.sender, self.scheduler.endpoint.peer_id
         header = PushHeader(about, number, kind, "../outer.safetensors", size, digest, scheduler)
         await transfer.push(sender, self.peer, content, header)
+
+    async def content_of(self, finished: TaskFinished, name: str, worker: PeerId | None = None) -> bytes:
+        """Return the first file of an output, as another peer pulls it."""
+        output = next(output for output in finished.outputs if output.name == name)
+        request = PullRequest(dataset=output.dataset, index=0)
+        return await pull_bytes(self.server, worker or self.peer, request, max_bytes=1 << 20)
 
     def receive_pushes(self, endpoint: MemoryEndpoint) -> PushReceiver:
         """Let a peer receive files."""

@@ -291,8 +291,7 @@ async def test_the_second_task_of_a_worker_fetches_nothing_again(in_task_lab: An
                 page = TaskResource(name="page", uri=UriSource(f"{url}/a"))
                 resources = (TaskResource(name="one", peers=PeersSource((lab.data.peer_id,), "numbers", 4)), page)
                 tasks.start(lease, name, code, outputs={"out": "out"}, resources=resources)
-                finished = (await tasks.end(name)).finished
-                assert finished is not None
+                finished = await tasks.success(name)
                 assert finished.outputs[0].files[0].digest == f"blake3:{blake3(b'slice 4').hexdigest()}"
     assert sent == ["/a"]
     assert len(served) == 3  # the digest, the file; then the digest alone

@@ -219,9 +219,7 @@ async def test_every_documented_metric_of_tasks_has_a_value(in_task_lab: Any, re
         page.write_text("page")
         pages = [TaskResource(name="page", uri=UriSource(path.as_uri())) for path in (page, lab.folder / "missing")]
         tasks.start(lease, "t", "open('x', 'w').write('x')", resources=(pages[0],), outputs={"x": "x"})
-        finished = (await tasks.end("t")).finished
-        assert finished is not None
-        dataset = finished.outputs[0].dataset
+        dataset = (await tasks.success("t")).outputs[0].dataset
         await tasks.until(lambda: [held for held in values(recorded, "hypha.worker.outputs.held") if held])
         await pull_bytes(lab.server, lab.peer, PullRequest(dataset=dataset, index=0), max_bytes=9)
         scheduler, job_id = lab.scheduler.endpoint, tasks.job_id

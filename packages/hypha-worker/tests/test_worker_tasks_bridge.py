@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.endpoint_helpers import pull_bytes
 from support.task_bridge_client import EXECUTOR
 
 from hypha_proto.bridge_api import read_progress_update
@@ -22,12 +21,10 @@ from hypha_proto.tasks import (
     OutputPath,
     PeersSource,
     ResultSource,
-    StatusUpdate,
     TaskProgress,
     TaskResource,
     TaskSpec,
 )
-from hypha_proto.transfer import PullRequest
 
 InTaskLab = Callable[..., Any]
 
@@ -35,13 +32,6 @@ InTaskLab = Callable[..., Any]
 def numbers(lab: Any) -> TaskResource:
     """Return a resource of two files, which the data peer serves."""
     return TaskResource(name="numbers", peers=PeersSource((lab.data.peer_id,), "numbers", 0, ("a", "b/c")))
-
-
-async def content_of(lab: Any, report: StatusUpdate, name: str) -> bytes:
-    assert report.finished is not None, report
-    output = next(output for output in report.finished.outputs if output.name == name)
-    request = PullRequest(dataset=output.dataset, index=0)
-    return await pull_bytes(lab.server, lab.peer, request, max_bytes=1 << 20)
 
 
 FETCH = """
@@ -100,9 +90,7 @@ async def test_each_copy_counts_once_against_the_storage(in_task_lab: InTaskLab)
     resources = {"cpu": 2.0, "memory": 4.0, "storage": 1.0, "default": {"storage": 0.0055}}
     async with in_task_lab(executors=[EXECUTOR], resources=resources) as (lab, tasks, lease):
         tasks.start(lease, "producer", "open('x', 'w').truncate(1_000_000)", outputs={"out": "x"})
-        report = await tasks.end("producer")
-        assert report.finished is not None
-        [output] = report.finished.outputs
+        [output] = (await tasks.success("producer")).outputs
         [file] = output.files
         located = LocatedFile(
             path="", dataset=output.dataset, index=0, size=file.size, digest=file.digest, peers=(lab.peer,)
@@ -114,8 +102,7 @@ async def test_each_copy_counts_once_against_the_storage(in_task_lab: InTaskLab)
         tasks.locate = locate
         resources = tuple(TaskResource(name=name, result=ResultSource("producer", "out")) for name in "ab")
         tasks.start(lease, "t", COPIES, resources=resources, outputs={"out": "x"})
-        ended = await tasks.end("t")
-        assert ended.finished is not None, ended
+        await tasks.success("t")
 
 
 SEND = """
@@ -149,10 +136,10 @@ for body, wanted in (
 async def test_a_task_sends_an_output_while_it_runs(in_task_lab: InTaskLab) -> None:
     async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         tasks.start(lease, "t", SEND, outputs={"early": "early", "folder": "elsewhere", "late": "late"})
-        report = await tasks.end("t")
-        assert await content_of(lab, report, "early") == b"second"
-        assert await content_of(lab, report, "folder") == b"x"
-        assert await content_of(lab, report, "late") == b"late"
+        finished = await tasks.success("t")
+        assert await lab.content_of(finished, "early") == b"second"
+        assert await lab.content_of(finished, "folder") == b"x"
+        assert await lab.content_of(finished, "late") == b"late"
         assert len(lab.worker.outputs.held) == 3, "the first one was replaced"
         tasks.start(lease, "u", SEND + "sys.exit(1)", outputs={"early": "early", "folder": "folder", "late": "late"})
         assert (await tasks.end("u")).failed is not None
@@ -212,8 +199,7 @@ async def test_a_task_reaches_only_what_its_definition_names(in_task_lab: InTask
         lab.serve_slices(1)
         settings = {"data": str(lab.data.peer_id)}
         tasks.start(lease, "t", REFUSED, resources=(numbers(lab),), settings=settings)
-        report = await tasks.end("t")
-        assert report.finished is not None, report
+        await tasks.success("t")
 
 
 async def test_a_task_that_trains_has_no_resources_and_reports_progress_as_others(in_lab: Any) -> None:
@@ -256,8 +242,8 @@ async def test_a_shell_script_with_curl_is_an_executor(in_task_lab: InTaskLab, t
         resources = (TaskResource(name="text", peers=numbers(lab).peers),)
         spec = TaskSpec(executor="count", resources=resources, outputs=outputs, settings=json.dumps({"text": "text"}))
         tasks.define(lease, "t", start=spec)
-        report = await tasks.end("t")
-        assert (await content_of(lab, report, "counts")).split() == [
+        finished = await tasks.success("t")
+        assert (await lab.content_of(finished, "counts")).split() == [
             b"2",
             b"resources/text/a",
             b"2",

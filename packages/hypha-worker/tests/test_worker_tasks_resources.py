@@ -15,7 +15,6 @@ import anyio
 import msgspec
 import pytest
 from blake3 import blake3
-from support.endpoint_helpers import pull_bytes
 from support.fake_http_server import files, served
 from support.scripted_task_scheduler import PYTHON, ScriptedTaskScheduler
 from support.task_bridge_client import EXECUTOR
@@ -46,8 +45,8 @@ from hypha_proto.tasks import (
     PeersSource,
     ResultSource,
     SlicesSource,
-    StatusUpdate,
     StoredOutput,
+    TaskFinished,
     TaskResource,
     UriSource,
 )
@@ -95,22 +94,17 @@ def answering(*answers: ResourceLocation) -> Callable[[PeerId, LocateResource], 
     return answer
 
 
-def output_of(report: StatusUpdate, name: str = "out") -> StoredOutput:
-    assert report.finished is not None, report
-    return next(output for output in report.finished.outputs if output.name == name)
-
-
-async def found_by(lab: Any, report: StatusUpdate, worker: PeerId | None = None) -> Any:
+async def found_by(lab: Any, finished: TaskFinished, worker: PeerId | None = None) -> Any:
     """Return what a task with the code `READ` has found."""
-    request = PullRequest(dataset=output_of(report, "found").dataset, index=0)
-    return json.loads(await pull_bytes(lab.server, worker or lab.peer, request, max_bytes=1 << 20))
+    return json.loads(await lab.content_of(finished, "found", worker))
 
 
 async def make_output(
     tasks: ScriptedTaskScheduler, lease: uuid.UUID, code: str = MAKE, path: str = "d"
 ) -> StoredOutput:
     tasks.start(lease, "producer", code, outputs={"out": path})
-    return output_of(await tasks.end("producer"))
+    [output] = (await tasks.success("producer")).outputs
+    return output
 
 
 @asynccontextmanager
@@ -135,13 +129,12 @@ async def test_a_result_is_copied_on_the_same_worker(in_task_lab: InTaskLab) -> 
         settings = {"in": ["r", {"deep": "r"}, "other"]}
         code = READ + write + "assert task['settings']['in'] == ['resources/r', {'deep': 'resources/r'}, 'other']"
         tasks.start(lease, "t", code, outputs={"found": "found"}, resources=(result(),), settings=settings)
-        report = await tasks.end("t")
-        assert await found_by(lab, report) == {"r": FOUND}
+        finished = await tasks.success("t")
+        assert await found_by(lab, finished) == {"r": FOUND}
         assert len(tasks.questions) == 2
-        assert report.finished is not None
-        assert report.finished.bytes_received == 0
+        assert finished.bytes_received == 0
         tasks.start(lease, "u", READ, outputs={"found": "found"}, resources=(result(),))
-        assert await found_by(lab, await tasks.end("u")) == {"r": FOUND}, "the stored output is another copy"
+        assert await found_by(lab, await tasks.success("u")) == {"r": FOUND}, "the stored output is another copy"
         assert lab.worker.endpoint.traffic.sent - sent < 20_000
 
 
@@ -155,7 +148,7 @@ async def test_a_result_whose_place_comes_with_the_start_needs_no_question(in_ta
         for name, known, questions in (("t", right, 0), ("u", PullFiles(located(output, lab.data.peer_id)), 1)):
             resource = msgspec.structs.replace(result(), location=known)
             tasks.start(lease, name, READ, outputs={"found": "found"}, resources=(resource,))
-            assert await found_by(lab, await tasks.end(name, seconds=30)) == {"r": FOUND}
+            assert await found_by(lab, await tasks.success(name, seconds=30)) == {"r": FOUND}
             assert len(tasks.questions) == questions
         assert [failed.peer for failed in tasks.questions[0].failures] == [lab.data.peer_id]
 
@@ -174,10 +167,9 @@ async def test_a_result_is_pulled_from_another_worker(in_task_lab: InTaskLab, ma
         async with second_worker(lab, make_config) as (peer, second):
             resources = (result(), result("single"))
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=resources, executor="python")
-            report = await tasks.end("t")
-            assert await found_by(lab, report, peer) == {"r": FOUND, "single": "same"}
-            assert report.finished is not None
-            assert report.finished.bytes_received == 17
+            finished = await tasks.success("t")
+            assert await found_by(lab, finished, peer) == {"r": FOUND, "single": "same"}
+            assert finished.bytes_received == 17
             assert {question.attempt for question in tasks.questions} == {tasks.name("t")}
 
 
@@ -203,7 +195,7 @@ async def test_a_holder_that_fails_is_reported_and_another_is_asked(in_task_lab:
             pull("refused", data), pull("false", data), pull("right", stranger), pull("right", data)
         )
         tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=(result(),))
-        assert await found_by(lab, await tasks.end("t", seconds=30)) == {"r": "right"}
+        assert await found_by(lab, await tasks.success("t", seconds=30)) == {"r": "right"}
         failures = [[(failed.peer, failed.is_permanent) for failed in asked.failures] for asked in tasks.questions]
         assert failures == [[], [(data, True)], [(data, True)], [(stranger, False)]]
 
@@ -261,7 +253,7 @@ async def test_files_and_urls_under_the_owners_roots_are_copied(in_task_lab: InT
             TaskResource(name="page", uri=UriSource((shared / "b").as_uri())),
         )
         tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=resources)
-        found = await found_by(lab, await tasks.end("t"))
+        found = await found_by(lab, await tasks.success("t"))
         assert found == {"folder": {"deep": {"a": "a"}, "link": "b"}, "file": "b", "page": "b"}
         (shared / "folder" / "out").symlink_to(tmp_path / "secret")
         for number, source in enumerate(
@@ -300,8 +292,8 @@ async def test_a_peers_files_become_a_file_or_a_named_folder(in_task_lab: InTask
             TaskResource(name="more", peers=PeersSource(peers, "numbers", 1, ("a", "b/c"))),
         )
         tasks.start(lease, "t", READ, outputs={"found": "found"}, resources=resources)
-        report = await tasks.end("t")
-        assert await found_by(lab, report) == {"one": "slice 4", "more": {"a": "slice 1", "b": {"c": "slice 2"}}}
+        finished = await tasks.success("t")
+        assert await found_by(lab, finished) == {"one": "slice 4", "more": {"a": "slice 1", "b": {"c": "slice 2"}}}
         hub = HuggingFaceReference(repository="org/model", filenames=("/a",))
         for task, bad, reason in (
             ("u", {"peers": PeersSource(peers, "numbers", 1, ("../a",))}, "which is not inside its folder"),
@@ -336,7 +328,7 @@ async def test_a_token_reaches_neither_process_nor_reports(
     async with in_task_lab() as (lab, tasks, lease):
         code = READ + "assert not any('secre' 't' in v for v in (open('job.json').read(), *os.environ.values()))"
         tasks.start(lease, "t", code, outputs={"found": "found"}, resources=(model("org/model"),))
-        assert await found_by(lab, await tasks.end("t")) == {"model": {"config.json": "{}"}}
+        assert await found_by(lab, await tasks.success("t")) == {"model": {"config.json": "{}"}}
         tasks.start(lease, "bad", resources=(model("org/bad"),))
         assert "the Hub says: no [token]" in (await tasks.failure("bad")).reason
         assert used == ["hf_secret"] * 2
@@ -383,11 +375,10 @@ async def test_a_result_is_pushed_to_another_worker(
             monkeypatch.setattr(ResourcePushes, "accept", accept_early)
             begun = pushing(tasks, lab, output, peer, arrived if early else None)
             tasks.start(second, "t", READ, outputs={"found": "found"}, resources=(result(),), executor="python")
-            report = await tasks.end("t")
-            assert await found_by(lab, report, peer) == {"r": FOUND}
+            finished = await tasks.success("t")
+            assert await found_by(lab, finished, peer) == {"r": FOUND}
             assert begun == [PushBegun(accepted=True)]
-            assert report.finished is not None
-            assert report.finished.bytes_received == 13
+            assert finished.bytes_received == 13
 
 
 async def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_lab: InTaskLab, recorded: Any) -> None:
@@ -426,7 +417,7 @@ async def test_only_announced_pushes_of_announced_senders_are_accepted(in_task_l
         assert "5 are announced" in await push(lab.data, b"long, but with the digest", digest=file.digest)
         assert recorded.total("hypha.worker.deliveries.refused") == 8
         assert await push(lab.data) == ""
-        assert await found_by(lab, await tasks.end("t")) == {"r": "right"}
+        assert await found_by(lab, await tasks.success("t")) == {"r": "right"}
 
 
 async def test_a_stalled_delivery_is_reported(in_task_lab: InTaskLab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,11 +504,10 @@ assert all(entry[0].endswith(".jsonl") for entry in found), found
     async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         requests = serve(lab, [7, WireError(message=NO_FREE_SLICE), 2])
         tasks.start(lease, "t", code, resources=(SLICES,))
-        report = await tasks.end("t")
-        assert report.finished is not None, report
+        finished = await tasks.success("t")
         assert {(request.dataset, request.attempt) for request in requests} == {("rows", tasks.name("t"))}
         assert len(requests) == 4
-        assert report.finished.bytes_received == 12
+        assert finished.bytes_received == 12
 
 
 async def test_another_slice_takes_the_place_of_a_damaged_one(in_task_lab: InTaskLab) -> None:
@@ -550,13 +540,12 @@ async def test_a_task_that_may_sends_results_to_its_scheduler(in_task_lab: InTas
     async with in_task_lab(executors=[EXECUTOR]) as (lab, tasks, lease):
         receiver = lab.receive_pushes(lab.scheduler.endpoint)
         tasks.start(lease, "t", SEND + "assert status == 200, answer", sends=True)
-        report = await tasks.end("t")
-        assert report.finished is not None, report
+        finished = await tasks.success("t")
         [(_, header, content)] = receiver.files
         assert header is not None
         assert (header.kind, header.name, header.round, header.samples) == (TASK_RESULT, "part-3.jsonl", 3, 1)
         assert (header.attempt, content) == (tasks.name("t"), b"{}")
-        assert report.finished.bytes_sent == 2
+        assert finished.bytes_sent == 2
 
 
 @pytest.mark.parametrize("also", [[], ["12D3KooWRm8J3iL796zPFi2EtGGtUJn58AG67gcqRLvNLQXkmDoe"]])

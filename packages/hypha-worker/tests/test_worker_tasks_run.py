@@ -31,9 +31,9 @@ from hypha_proto.task_resources import RELEASE_OUTPUTS, ReleaseOutputs
 from hypha_proto.tasks import (
     DrainTask,
     OutputPath,
-    StatusUpdate,
     Stop,
     StoredOutput,
+    TaskFinished,
     TaskResource,
     TaskSpec,
     UriSource,
@@ -53,9 +53,8 @@ async def pull(endpoint: Any, peer: Any, output: StoredOutput, index: int = 0) -
     return await pull_bytes(endpoint, peer, request, max_bytes=1 << 20)
 
 
-def outputs_of(report: StatusUpdate) -> dict[str, StoredOutput]:
-    assert report.finished is not None, report
-    return {output.name: output for output in report.finished.outputs}
+def outputs_of(finished: TaskFinished) -> dict[str, StoredOutput]:
+    return {output.name: output for output in finished.outputs}
 
 
 async def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab: InTaskLab) -> None:
@@ -63,9 +62,8 @@ async def test_tasks_run_one_after_the_other_and_their_outputs_stay(in_task_lab:
     first += "open('f', 'w').write('file')"
     async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "first", first, outputs={"folder": "made", "file": "f", "definition": "job.json"})
-        report = await tasks.end("first")
+        outputs = outputs_of(await tasks.success("first"))
         assert tasks.kinds("first") == ["started", "ready", "finished"]
-        outputs = outputs_of(report)
         assert [(file.path, file.size) for file in outputs["folder"].files] == [("deep/x", 4), ("y", 1)]
         assert [(file.path, file.size) for file in outputs["file"].files] == [("", 4)]
         assert outputs["file"].files[0].digest == f"blake3:{blake3(b'file').hexdigest()}"
@@ -86,7 +84,7 @@ async def test_a_process_sees_its_task_without_sources(in_task_lab: InTaskLab) -
         tasks.start(
             lease, "t[1]", code, attempt=4, outputs={"seen": "seen", "out": "out"}, settings=settings, index=1, count=2
         )
-        outputs = outputs_of(await tasks.end("t[1]", 4))
+        outputs = outputs_of(await tasks.success("t[1]", 4))
         seen = json.loads(await pull(lab.server, lab.peer, outputs["seen"]))
         settings["code"] = code
         assert seen == {
@@ -114,7 +112,7 @@ async def test_a_name_alone_means_the_first_executor_of_that_name(in_task_lab: I
         lease,
     ):
         tasks.start(lease, "t", executor="tell", outputs={"out": "out"})
-        assert await pull(lab.server, lab.peer, outputs_of(await tasks.end("t"))["out"]) == b"first\n"
+        assert await pull(lab.server, lab.peer, outputs_of(await tasks.success("t"))["out"]) == b"first\n"
         tasks.start(lease, "u", executor="other/tell")
         assert "none of those that the lease was requested for" in (await tasks.failure("u")).reason
 
@@ -353,7 +351,7 @@ async def test_a_path_through_a_link_is_no_output(in_task_lab: InTaskLab, tmp_pa
 async def test_outputs_are_served_and_removed_only_for_those_who_may(in_task_lab: InTaskLab, recorded: Any) -> None:
     async with in_task_lab() as (lab, tasks, lease):
         tasks.start(lease, "t", "open('x', 'w').write('x'); open('y', 'w').write('y')", outputs={"x": "x", "y": "y"})
-        outputs = outputs_of(await tasks.end("t"))
+        outputs = outputs_of(await tasks.success("t"))
         for request in (
             PullRequest(dataset="output-guess", index=0),
             PullRequest(dataset=outputs["x"].dataset, index=1),
@@ -382,7 +380,7 @@ async def test_outputs_outlive_their_lease_and_take_its_storage(in_task_lab: InT
     async with in_task_lab() as (lab, tasks, lease):
         manager = lab.worker.lease_manager
         tasks.start(lease, "t", "open('x', 'w').truncate(300_000_000)", outputs={"x": "x"})
-        outputs = outputs_of(await tasks.end("t"))
+        outputs = outputs_of(await tasks.success("t"))
         assert manager.free.resources.storage == pytest.approx(0.5), "the lease still holds it"
         two_files = "os.mkdir('x'); [open(f'x/{n}', 'w').truncate(150_000_000) for n in range(2)]"
         tasks.start(lease, "u", two_files, outputs={"x": "x"})
@@ -461,7 +459,7 @@ async def test_a_draining_worker_lets_its_task_end_and_gives_back_the_next(in_ta
             tasks.start(lease, "next")
             [folder] = (lab.folder / "work").glob("hypha-*")
             (folder / "go").touch()
-            output = outputs_of(await tasks.end("t"))["x"]
+            output = outputs_of(await tasks.success("t"))["x"]
             assert (await tasks.end("next")).cancelled is not None
             assert await pull(lab.server, lab.peer, output) == b"x", "it is held until it is released"
             await rpc.call(
