@@ -342,12 +342,17 @@ class Lab:
         """Write the script that the executor runs."""
         (self.folder / "script.py").write_text(PREAMBLE + text)
 
-    async def start(self, script: str, spec: TaskSpec | None = None) -> uuid.UUID:
+    async def start(self, script: str, spec: TaskSpec | None = None, **amounts: float) -> uuid.UUID:
         """Run a script as a task; return its lease."""
         self.write_script(script)
-        lease = await self.scheduler.hire()
+        lease = await self.scheduler.hire(**amounts)
         assert await self.scheduler.dispatch(lease, spec or self.train_spec()) == "started"
         return lease
+
+    def let_all_go(self) -> None:
+        """Let the jobs end that wait for a file ``go`` in their folder."""
+        for folder in self.folder.glob("work/hypha-*"):
+            (folder / "go").touch()
 
     def left_behind(self) -> list[str]:
         """Return the names in the work directory, without the logs and the owner's folder, which stay."""
@@ -429,27 +434,16 @@ class Site:
     ended: anyio.Event = field(default_factory=anyio.Event)
     """Set when the program has returned."""
 
-    @property
-    def peer(self) -> PeerId:
-        return self.node.endpoint.peer_id
-
     async def health(self) -> Health:
-        return await rpc.call(self.lab.scheduler.endpoint, self.peer, HEALTH_CHECK, HealthRequest())
+        return await rpc.call(self.lab.scheduler.endpoint, self.lab.peer, HEALTH_CHECK, HealthRequest())
 
     async def until_draining(self) -> None:
         while (await self.health()).reason != "draining":
             await anyio.sleep(0.01)
 
-    def let_all_go(self) -> None:
-        """Let the jobs of `UNTIL_TOLD` end."""
-        for folder in self.lab.folder.glob("work/hypha-*"):
-            (folder / "go").touch()
-
     async def start_job(self, script: str) -> uuid.UUID:
         """Run a script as a job until its process has made a folder ``began``; return its lease."""
-        self.lab.write_script(f"os.mkdir(work_dir + '/began')\n{script}")
-        lease = await self.lab.scheduler.hire()
-        assert await self.lab.scheduler.dispatch(lease, self.lab.train_spec()) == "started"
+        lease = await self.lab.start(f"os.mkdir(work_dir + '/began')\n{script}")
         while not list(self.lab.folder.glob("work/hypha-*/began")):
             await anyio.sleep(0.01)
         return lease

@@ -66,12 +66,6 @@ async def start_job(lab: Any, script: str) -> uuid.UUID:
     return lease
 
 
-def let_go(lab: Any, lease: uuid.UUID) -> None:
-    """Let the task of `UNTIL_TOLD` on a lease end."""
-    [run] = [run for run in lab.worker.tasks.running if run.lease.id == lease]
-    (run._context.work_dir / "go").touch()
-
-
 @pytest.mark.parametrize("is_released", [False, True])
 async def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: InLab, is_released: bool) -> None:
     """Unless its scheduler has released the lease meanwhile: it acknowledges nothing on its stream any more."""
@@ -80,7 +74,7 @@ async def test_drain_waits_for_the_report_of_a_job_that_has_just_ended(in_lab: I
         await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
         [run] = lab.worker.tasks.running
-        let_go(lab, lease)
+        lab.let_all_go()
         await run.ended.wait()
         assert lab.worker.tasks.running == ()
         ended: list[Any] = []
@@ -147,7 +141,7 @@ async def test_sigterm_drains_a_worker_which_says_so_and_returns(on_site: Any) -
         [message] = await site.lab.scheduler.until(lambda: told.drains)
         assert (set(message.leases), message.reason) == ({running, idle}, "it was told to end")
         assert not site.ended.is_set()
-        site.let_all_go()
+        site.lab.let_all_go()
         await site.ended.wait()
         assert [end.outcome for end in site.lab.scheduler.ends] == ["finished"]
         assert [set(goodbye.leases) for goodbye in told.goodbyes] == [{running, idle}]
@@ -168,7 +162,7 @@ async def test_owner_drains_a_worker_and_waits_for_its_end(on_site: Any) -> None
             tasks.start_soon(drain)
             [message] = await site.lab.scheduler.until(lambda: told.drains)
             assert not results
-            site.let_all_go()
+            site.lab.let_all_go()
         [result] = results
         assert result.exit_code == 0, result.output
         begun, over = lines(result)

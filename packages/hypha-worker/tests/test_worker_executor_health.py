@@ -42,19 +42,17 @@ def test_failures_in_a_row_take_an_executor_out_for_a_time(caplog: pytest.LogCap
     assert health.exclusion is None
 
 
-async def fail(lab: Any, peer: Any, count: int) -> None:
+async def fail(lab: Any, count: int, script: str) -> None:
     for _ in range(count):
-        lease = await lab.scheduler.hire()
-        await lab.scheduler.dispatch(lease, lab.train_spec())
+        lease = await lab.start(script)
         assert (await lab.scheduler.ended()).outcome == "failed"
-        assert await lab.scheduler.release(peer, lease)
+        assert await lab.scheduler.release(lab.peer, lease)
 
 
 async def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_resumes(on_site: Any) -> None:
     async with on_site() as site:
-        peer = site.peer
-        site.lab.write_script("sys.exit('no module')\n")
-        await fail(site.lab, peer, MAX_FAILURES)
+        peer = site.lab.peer
+        await fail(site.lab, MAX_FAILURES, "sys.exit('no module')\n")
         text = "executor train/script is out of bids, because it fails at its start"
         assert await site.lab.scheduler.why_not(peer) == (Rejection(code="executor", text=text),)
         [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]
@@ -67,19 +65,15 @@ async def test_executor_that_fails_at_its_start_is_out_of_bids_until_the_owner_r
 
 async def test_executor_whose_memory_is_exhausted_at_its_start_stays_in_bids(in_lab: Any) -> None:
     async with in_lab() as lab:
-        lab.write_script("sys.exit(75)\n")
-        await fail(lab, lab.peer, MAX_FAILURES)
+        await fail(lab, MAX_FAILURES, "sys.exit(75)\n")
         assert await lab.scheduler.why_not(lab.peer) == ()
 
 
 async def test_job_that_fails_after_its_executor_has_started_does_not_count(in_lab: Any) -> None:
     async with in_lab() as lab:
-        lab.write_script("sys.exit(3)\n")
-        await fail(lab, lab.peer, MAX_FAILURES - 1)
-        lab.write_script(USES_BRIDGE_AND_FAILS)
-        await fail(lab, lab.peer, 1)
-        lab.write_script("sys.exit(3)\n")
-        await fail(lab, lab.peer, 1)
+        await fail(lab, MAX_FAILURES - 1, "sys.exit(3)\n")
+        await fail(lab, 1, USES_BRIDGE_AND_FAILS)
+        await fail(lab, 1, "sys.exit(3)\n")
         assert await lab.scheduler.why_not(lab.peer) == ()
 
 
@@ -90,7 +84,7 @@ async def test_executor_whose_check_fails_is_not_offered_until_the_owner_has_men
     executor = {"class": "train", "name": "script", "cmd": sys.executable, "check": ["ls", str(wanted)]}
     server = {"class": "aggregate", "name": "parameter-server", "runtime": "parameter-server"}
     async with on_site(executors=[executor, server]) as site:
-        peer = site.peer
+        peer = site.lab.peer
         [rejection] = await site.lab.scheduler.why_not(peer)
         assert rejection.code == "executor"
         [excluded] = json.loads((await site.command("status", "--format", "json")).stdout)["excluded"]

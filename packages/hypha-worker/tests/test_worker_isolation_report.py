@@ -119,9 +119,7 @@ WITHOUT_SANDBOX = {"disable": ["bubblewrap", "own-uid"]}
 @pytest.mark.parametrize("isolation", [{}, WITHOUT_SANDBOX], ids=["sandbox", "without"])
 async def test_twice_the_memory_of_a_lease_ends_the_job_and_is_named(in_lab: InLab, isolation: dict[str, Any]) -> None:
     async with in_lab(isolation=isolation) as lab:
-        lab.write_script("x = bytearray(400_000_000); time.sleep(60)")
-        lease = await lab.scheduler.hire(cpu=1.0, memory=0.2)
-        await lab.scheduler.dispatch(lease, lab.train_spec())
+        await lab.start("x = bytearray(400_000_000); time.sleep(60)", cpu=1.0, memory=0.2)
         assert "used more memory than the 0.2 GB of its lease (memory): request more" in await lab.scheduler.failure()
 
 

@@ -88,7 +88,7 @@ with open("out.bin", "wb") as file:
     file.flush()
     os.fsync(file.fileno())
 end = time.monotonic() + 30
-while not os.path.exists(seen) and time.monotonic() < end:
+while not os.path.exists("go") and time.monotonic() < end:
     time.sleep(0.05)
 """
 WRITTEN = 4 << 20
@@ -134,10 +134,9 @@ def written(recorded: Any) -> float:
 
 async def train(lab: Any, recorded: Any) -> None:
     await serve_slices(lab)
-    lease = await lab.start(f"seen = 'seen'\n{WORKS}")
+    lease = await lab.start(WORKS)
     await lab.scheduler.until(lambda: written(recorded) >= WRITTEN, 40)
-    [work_dir] = (lab.folder / "work").glob("hypha-*")
-    (work_dir / "seen").touch()
+    lab.let_all_go()
     end = await lab.scheduler.ended()
     assert end.outcome == "finished", end
     assert isinstance(await lab.scheduler.renew(lab.peer, uuid.uuid4()), RenewalFailed)
@@ -284,8 +283,7 @@ async def test_a_job_is_counted_measured_and_traced(
         seen, count = time.monotonic(), len(recorded.values)
         await lab.scheduler.until(lambda: len(recorded.values) > count)
         least.append(time.monotonic() - seen)
-        [work_dir] = lab.folder.glob("work/hypha-*")
-        (work_dir / "go").touch()
+        lab.let_all_go()
         await lab.scheduler.ended()
     lasted = time.monotonic() - began
     assert recorded.total("hypha.worker.tasks.started") == recorded.total("hypha.worker.tasks.ended") == 1

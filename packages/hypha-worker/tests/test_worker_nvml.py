@@ -143,13 +143,10 @@ async def test_only_the_gpus_of_a_jobs_lease_are_measured(
 ) -> None:
     monkeypatch.setattr(usage, "INTERVAL", 0.1)
     async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, "gpu": 104.0, **LISTED}) as lab:
-        lab.write_script("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n")
-        lease = await lab.scheduler.hire(gpu=60.0, cpu=1.0)
-        await lab.scheduler.dispatch(lease, lab.train_spec())
+        await lab.start("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)\n", gpu=60.0, cpu=1.0)
         wanted = {"hw.gpu.utilization", "hw.gpu.memory.usage"}
         await lab.scheduler.until(lambda: wanted <= {name for name, *_ in recorded.values})
-        [work_dir] = lab.folder.glob("work/hypha-*")
-        (work_dir / "go").touch()
+        lab.let_all_go()
         assert (await lab.scheduler.ended()).outcome == "finished"
     shares = [(value, about["hw.id"]) for name, value, about in recorded.values if name == "hw.gpu.utilization"]
     used = {(value, about["hw.id"]) for name, value, about in recorded.values if name == "hw.gpu.memory.usage"}
@@ -170,9 +167,8 @@ def seen_by_a_job(in_lab: Any, caplog: pytest.LogCaptureFixture, monkeypatch: py
 
     async def run(resources: dict[str, Any], gpu: float) -> Any:
         async with in_lab(resources={"cpu": 2.0, "memory": 4.0, "storage": 1.0, **resources}) as lab:
-            lab.write_script(f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n")
-            lease = await lab.scheduler.hire(cpu=1.0, gpu=gpu)
-            await lab.scheduler.dispatch(lease, lab.train_spec())
+            script = f"import os\nprint('seen', json.dumps([os.environ.get(name) for name in {VARIABLES}]))\n"
+            await lab.start(script, cpu=1.0, gpu=gpu)
             assert (await lab.scheduler.ended()).outcome == "finished"
             [line] = [record.getMessage() for record in caplog.records if "seen [" in record.getMessage()]
         return json.loads(line.partition("seen ")[2])

@@ -106,19 +106,19 @@ async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_g
         result = await site.command("pause")
         assert (result.exit_code, result.stdout) == (0, "paused: no more offers, also after a restart; 1 jobs go on\n")
         assert (await status(site))["state"] == "paused"
-        assert [each.code for each in await site.lab.scheduler.why_not(site.peer)] == ["paused"]
-        told = await rpc.call(site.lab.scheduler.endpoint, site.peer, DESCRIBE_WORKER, DescribeWorker())
+        assert [each.code for each in await site.lab.scheduler.why_not(site.lab.peer)] == ["paused"]
+        told = await rpc.call(site.lab.scheduler.endpoint, site.lab.peer, DESCRIBE_WORKER, DescribeWorker())
         assert (told.tasks, told.price, [each.code for each in told.rejections]) == (1, 50.0, ["paused"])
         assert OfferedExecutor("train", "script", "process") in told.executors
         assert told.free.cpu == told.total.cpu - 1.0
         await pubsub.publish(site.lab.scheduler.endpoint, WORKER_REQUESTS, site.lab.scheduler.request(cpu=1.0))
         while "its owner has paused" not in str((await status(site))["requests"][0]["reasons"]):
             await anyio.sleep(0.05)
-        site.let_all_go()
+        site.lab.let_all_go()
         assert (await site.lab.scheduler.ended()).outcome == "finished"
     async with on_site() as site:
         assert (await status(site))["state"] == "paused"
-        assert [each.code for each in await site.lab.scheduler.why_not(site.peer)] == ["paused"]
+        assert [each.code for each in await site.lab.scheduler.why_not(site.lab.peer)] == ["paused"]
         assert (await site.command("resume")).stdout == "resumed\n"
         assert (await status(site))["state"] == "running"
         await site.lab.scheduler.hire()

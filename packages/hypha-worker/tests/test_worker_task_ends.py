@@ -206,7 +206,7 @@ async def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable
         await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
         lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
         [run] = lab.worker.tasks.running
-        (run._context.work_dir / "go").touch()
+        lab.let_all_go()
         await run.ended.wait()
         assert lab.scheduler.ends == []
         lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)

@@ -115,9 +115,7 @@ async def test_slices_that_exceed_the_storage_are_refused_before_they_are_stored
 
 async def test_pushes_to_a_job_stay_within_its_lease_together(in_lab: InLab) -> None:
     async with in_lab() as lab:
-        lab.write_script("time.sleep(60)")
-        lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
-        await lab.scheduler.dispatch(lease, lab.train_spec())
+        await lab.start("time.sleep(60)", cpu=1.0, storage=0.001)
         for number in range(1, 4):
             await lab.push(lab.server, number, os.urandom(300_000))
         with pytest.raises(TransferError, match=r"300000 bytes .* of 1000000 bytes are used"):
@@ -174,10 +172,8 @@ async def test_a_job_that_fills_its_storage_fails_and_others_go_on(
         lab.scheduler.answer = answer
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         monkeypatch.setattr(TaskStorage, "_measure_space", look_slowly)
-        lab.write_script(FILLS)
-        lease = await lab.scheduler.hire(cpu=1.0, storage=0.001)
         results = PeersReference(peers=(lab.data.peer_id,), strategy=All())  # two tasks of a job take no files of one
-        await lab.scheduler.dispatch(lease, lab.train_spec(results=results))
+        lease = await lab.start(FILLS, lab.train_spec(results=results), cpu=1.0, storage=0.001)
         end = await lab.scheduler.ended()
         assert end.lease == lease
         assert end.outcome == "failed"

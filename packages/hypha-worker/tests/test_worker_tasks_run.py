@@ -457,8 +457,7 @@ async def test_a_draining_worker_lets_its_task_end_and_gives_back_the_next(in_ta
             group.start_soon(lab.worker.draining.run)
             await tasks.until(lambda: drains)
             tasks.start(lease, "next")
-            [folder] = (lab.folder / "work").glob("hypha-*")
-            (folder / "go").touch()
+            lab.let_all_go()
             output = outputs_of(await tasks.success("t"))["x"]
             assert (await tasks.end("next")).cancelled is not None
             assert await pull(lab.server, lab.peer, output) == b"x", "it is held until it is released"
