@@ -584,6 +584,7 @@ async def open_scripted_jobs(
 
 
 OpenJobs = Callable[..., AbstractAsyncContextManager[Lab]]
+OpenJob = Callable[..., AbstractAsyncContextManager[tuple[Lab, Any]]]
 
 
 class ServedScheduler:

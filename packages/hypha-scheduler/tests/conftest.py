@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ from typing import Any
 import anyio.to_thread
 import pytest
 from support.authority import Authority
-from support.scripted_jobs import Lab, OpenJobs, ScriptedJob, ScriptedStrategy, open_scripted_jobs, run_inline
-
-OpenJob = Callable[..., AbstractAsyncContextManager[tuple[Lab, Any]]]
+from support.scripted_jobs import Lab, OpenJob, OpenJobs, ScriptedJob, ScriptedStrategy, open_scripted_jobs, run_inline
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from support.scripted_jobs import (
     SPEC,
     Lab,
+    OpenJob,
     OpenJobs,
     QuietOperator,
     ScriptedJob,
@@ -39,8 +39,6 @@ from hypha_scheduler.strategies.base import (
 )
 
 pytestmark = pytest.mark.virtual_clock
-
-OpenJob = Callable[..., Any]
 
 
 def events(lab: Lab, kind: str) -> list[dict[str, Any]]:

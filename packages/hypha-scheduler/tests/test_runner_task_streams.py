@@ -6,7 +6,7 @@ import json
 import random
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from support.scripted_jobs import (
     DATASET,
     SLICES,
     Lab,
+    OpenJob,
     OpenJobs,
     QuietOperator,
     ScriptedStrategy,
@@ -95,8 +96,6 @@ from hypha_scheduler.strategies.base import (
 )
 
 pytestmark = pytest.mark.virtual_clock
-
-OpenJob = Callable[..., Any]
 
 SPEC = TaskSpec(executor="shell/bash")
 DIGEST = "blake3:" + "ab" * 32

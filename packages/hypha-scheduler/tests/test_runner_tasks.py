@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from support.scripted_jobs import SPEC, Lab, OpenJobs, QuietOperator, ScriptedStrategy, ScriptedWorker, role
+from support.scripted_jobs import SPEC, Lab, OpenJob, OpenJobs, QuietOperator, ScriptedStrategy, ScriptedWorker, role
 
 from hypha_net import backoff, rpc, transfer
 from hypha_net.errors import NetError, RequestTimeoutError, TransferRefusedError, UnsupportedProtocolError
@@ -48,8 +47,6 @@ from hypha_scheduler.strategies.base import (
 )
 
 pytestmark = pytest.mark.virtual_clock
-
-OpenJob = Callable[..., Any]
 
 
 async def start_task(lab: Lab, operator: QuietOperator, *, attempt: int = 0) -> ScriptedWorker:

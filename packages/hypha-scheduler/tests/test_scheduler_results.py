@@ -21,13 +21,18 @@ from hypha_proto.job_spec import PeersReference, UriReference
 from hypha_proto.tasks import OutputPath
 from hypha_proto.transfer import PullRequest, Refusal
 from hypha_scheduler.errors import JobFailedError
-from hypha_scheduler.jobs.artifacts import ArtifactCopies
-from hypha_scheduler.jobs.config import ModelTable, PreprocessorTable
+from hypha_scheduler.jobs.artifacts import Artifact, ArtifactCopies
+from hypha_scheduler.jobs.config import ArtifactTable, ModelTable, PreprocessorTable
 from hypha_scheduler.jobs.model_files import missing_files
 from hypha_scheduler.jobs.resource_locations import ServedFiles, checked_location
 from hypha_scheduler.jobs.specs import task_spec
 
 PEER = PeerId.from_public_key(bytes(32))
+JOB_ID = uuid.UUID(int=5)
+
+
+async def open_artifact(table: ArtifactTable, copy: Path, name: str = "model", **how: bool) -> Artifact:
+    return await ArtifactCopies(JOB_ID, PEER).open(table, name, copy, **how)
 
 
 def make_model(folder: Path) -> Path:
@@ -39,31 +44,29 @@ def make_model(folder: Path) -> Path:
 async def test_local_model_is_copied_and_its_files_are_served(tmp_path: Path) -> None:
     source = make_model(tmp_path / "start")
     model = ModelTable(path=source, type="vision-classification")
-    job_id = uuid.UUID(int=5)
-    start = await ArtifactCopies(job_id, PEER).open(model, "model", tmp_path / "copy")
+    start = await open_artifact(model, tmp_path / "copy")
     assert isinstance(start.reference, PeersReference)
     assert start.reference.filenames == ("config.json", "model.safetensors")
-    found = start.resolve(PullRequest(dataset=f"{job_id}/model", index=1))
+    found = start.resolve(PullRequest(dataset=f"{JOB_ID}/model", index=1))
     assert isinstance(found, PullSource)
     assert found.source == source / "model.safetensors"
-    assert isinstance(start.resolve(PullRequest(dataset=f"{job_id}/model", index=2)), Refusal)
+    assert isinstance(start.resolve(PullRequest(dataset=f"{JOB_ID}/model", index=2)), Refusal)
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
 
 
 async def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executors(tmp_path: Path) -> None:
     source = make_model(tmp_path / "start")
     table = ModelTable(file=source, type="vision-classification")
-    start = await ArtifactCopies(uuid.UUID(int=5), PEER).open(table, "model", tmp_path / "copy")
+    start = await open_artifact(table, tmp_path / "copy")
     assert (start.reference, start.files) == (UriReference(value=source.as_uri()), ())
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
     named = ModelTable(file=source, type="vision-classification", filenames=("config.json", "model.safetensors"))
     for served, unchanged in ((table.model_copy(update={"serve": True}), False), (table, True), (named, False)):
         copy = tmp_path / f"served-{unchanged}"
-        start = await ArtifactCopies(uuid.UUID(int=5), PEER).open(served, "model", copy, unchanged=unchanged)
+        start = await open_artifact(served, copy, unchanged=unchanged)
         assert isinstance(start.reference, PeersReference)
         assert start.reference.filenames == ("config.json", "model.safetensors")
-    preprocessor = PreprocessorTable(file=source)
-    opened = await ArtifactCopies(uuid.UUID(int=5), PEER).open(preprocessor, "preprocessor", tmp_path / "preprocessor")
+    opened = await open_artifact(PreprocessorTable(file=source), tmp_path / "preprocessor", "preprocessor")
     assert opened.reference == UriReference(value=source.as_uri())
     assert missing_files(ModelTable(file=source, type="vision-classification")) == []
     [line] = missing_files(ModelTable(file=tmp_path / "none", type="vision-classification"))
@@ -76,9 +79,7 @@ async def test_a_model_on_a_shared_file_system_is_copied_and_read_by_the_executo
 async def test_a_model_that_an_earlier_run_has_changed_is_copied_again(tmp_path: Path) -> None:
     source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
     for _ in range(2):
-        await ArtifactCopies(uuid.UUID(int=5), PEER).open(
-            ModelTable(path=source, type="vision-classification"), "model", copy
-        )
+        await open_artifact(ModelTable(path=source, type="vision-classification"), copy)
         assert (copy / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
         (copy / "model.safetensors").write_bytes(b"trained")
 
@@ -88,31 +89,30 @@ async def test_local_preprocessor_is_copied_and_its_files_are_served(tmp_path: P
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.md"):
         (source / name).write_text("{}")
-    job_id, table = uuid.UUID(int=5), PreprocessorTable(path=source)
-    opened = await ArtifactCopies(job_id, PEER).open(table, "preprocessor", tmp_path / "copy")
+    opened = await open_artifact(PreprocessorTable(path=source), tmp_path / "copy", "preprocessor")
     (source / "tokenizer.json").write_text("changed since")
     assert isinstance(opened.reference, PeersReference)
     assert opened.reference.filenames == ("tokenizer.json", "tokenizer_config.json")
-    found = opened.resolve(PullRequest(dataset=f"{job_id}/preprocessor", index=0))
+    found = opened.resolve(PullRequest(dataset=f"{JOB_ID}/preprocessor", index=0))
     assert isinstance(found, PullSource)
     assert isinstance(found.source, Path)
     assert found.source.read_text() == "{}"
     with pytest.raises(JobFailedError, match=r"missing\.json"):
         lacking = PreprocessorTable(path=source, filenames=("missing.json",))
-        await ArtifactCopies(job_id, PEER).open(lacking, "preprocessor", tmp_path / "other")
+        await open_artifact(lacking, tmp_path / "other", "preprocessor")
 
 
 async def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     model = ModelTable(path=tmp_path, type="vision-classification")
     with pytest.raises(JobFailedError, match=r"there is no config\.json, .*: save_pretrained writes it"):
-        await ArtifactCopies(uuid.UUID(int=5), PEER).open(model, "model", tmp_path / "copy")
+        await open_artifact(model, tmp_path / "copy")
 
 
 async def test_a_model_that_the_job_leaves_unchanged_is_served_from_its_copy(tmp_path: Path) -> None:
-    source, copy, job_id = make_model(tmp_path / "start"), tmp_path / "copy", uuid.UUID(int=5)
+    source, copy = make_model(tmp_path / "start"), tmp_path / "copy"
 
     async def served(table: ModelTable) -> dict[str, bytes]:
-        start = await ArtifactCopies(job_id, PEER).open(table, "model", copy, unchanged=True)
+        start = await open_artifact(table, copy, unchanged=True)
         assert isinstance(start.reference, PeersReference)
         found = {}
         for name, file in zip(start.reference.filenames, start.files, strict=True):
@@ -142,7 +142,7 @@ async def test_a_model_that_cannot_be_copied_completely_leaves_no_copy(
     monkeypatch.setattr("shutil.copyfile", fail)
     table = ModelTable(path=source, type="vision-classification")
     with pytest.raises(JobFailedError, match="No space left on device"):
-        await ArtifactCopies(uuid.UUID(int=5), PEER).open(table, "model", copy, unchanged=True)
+        await open_artifact(table, copy, unchanged=True)
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 

@@ -118,6 +118,12 @@ def one_task(**changes: Any) -> tuple[TasksOperator, TaskRef]:
     return op, started(op.on_leases_acquired([a_lease()], 0.0))["a"]
 
 
+def on_two_leases(*tasks: dict[str, Any], **job: Any) -> tuple[TasksOperator, dict[str, TaskRef]]:
+    """Return an operator whose first tasks run on two leases, and these by their names."""
+    op = operator(*tasks, **job)
+    return op, started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+
+
 def until_started(op: TasksOperator, effects: Effects) -> tuple[TaskRef, float]:
     """Let time pass until task a starts; return the attempt and the time, 0 if it starts at once."""
     now = 0.0
@@ -198,8 +204,7 @@ def test_a_job_begins_with_the_first_lease_and_wants_one_for_each_task_that_can_
 
 
 def test_a_task_runs_where_its_input_is() -> None:
-    op = operator(a_task("a"), a_task("b"), a_task("earlier"), a_task("b2", "b"))
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(a_task("a"), a_task("b"), a_task("earlier"), a_task("b2", "b"))
     assert started(finish(op, first["b"])) == {"b2": TaskRef("b2", first["b"].lease, 1)}
     assert started(finish(op, first["a"])) == {"earlier": TaskRef("earlier", first["a"].lease, 1)}
 
@@ -266,8 +271,7 @@ def test_what_a_worker_gives_back_starts_again_after_a_pause_that_grows() -> Non
 
 
 def test_a_lease_that_was_released_meanwhile_costs_no_loss() -> None:
-    op = operator(a_task("a"), a_task("b"), a_task("c", "a", "b"), a_task("d", "c"), a_task("e", "c"))
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(a_task("a"), a_task("b"), a_task("c", "a", "b"), a_task("d", "c"), a_task("e", "c"))
     finish(op, first["b"])  # c waits for a: the newest lease is not needed
     c = started(finish(op, first["a"]))["c"]
     assert c.lease == a_lease(1)
@@ -301,8 +305,7 @@ def test_an_attempt_that_fetches_for_ever_is_stopped_and_has_failed() -> None:
 
 
 def test_an_attempt_whose_executor_runs_or_whose_input_is_made_again_may_take_longer() -> None:
-    op = operator(a_task("a"), a_task("b", "a", fetch_timeout=50.0), a_task("c", fetch_timeout=50.0))
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(a_task("a"), a_task("b", "a", fetch_timeout=50.0), a_task("c", fetch_timeout=50.0))
     op.on_task_update(first["c"], TaskReady(), 5.0)
     b = started(finish(op, first["a"]))["b"]
     unavailable(op, b, "a", FailedHolder(peer=a_peer(1), reason="x", is_permanent=True))
@@ -359,8 +362,7 @@ def events(effects: Effects, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("end", [FAILED, GIVEN_BACK, TaskNotStarted("no answer")])
 def test_what_failed_starts_at_another_worker_that_is_held_however_long_that_is_busy(end: Any) -> None:
-    op = operator(a_task("a"), a_task("b"))
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(a_task("a"), a_task("b"))
     assert not started(op.on_task_update(first["a"], end, 1.0))
     for hour in range(1, 5):
         assert not started(op.on_deadline(3600.0 * hour))
@@ -460,8 +462,7 @@ def test_failures_at_different_workers_use_up_the_retries() -> None:
 
 @pytest.mark.parametrize("fails_again", [True, False])
 def test_a_task_that_failed_only_where_all_fails_gets_one_more_attempt_where_others_finish(fails_again: bool) -> None:
-    op = operator(a_task("a", retries=0), a_task("b"), a_task("c"))
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(a_task("a", retries=0), a_task("b"), a_task("c"))
     b = started(finish(op, first["b"], 1.0))["c"]
     effects = op.on_task_update(first["a"], FAILED, 2.0)
     assert not of_kind(EndJob, effects)
@@ -617,8 +618,7 @@ def test_a_worker_that_has_the_result_itself_is_told_so_even_if_results_are_push
 
 
 def test_a_result_of_several_instances_is_a_folder_with_an_entry_for_each() -> None:
-    op = operator(a_task("a", count=2), a_task("b", "a"))
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(a_task("a", count=2), a_task("b", "a"))
     op.on_task_update(first["a[0]"], done(first["a[0]"], files=2), 1.0)
     b = started(finish(op, first["a[1]"]))["b"]
     answer, _ = locate(op, b, "a")
@@ -725,8 +725,9 @@ def test_a_worker_that_drains_gets_nothing_more_and_its_outputs_are_brought_here
 
 
 def test_a_worker_cannot_replace_a_copy_by_storing_an_output_under_its_name(tmp_path: Path) -> None:
-    op = operator(a_task("a", keep=["o"]), a_task("b", keep=["o"]), a_task("c", "a", "b"), directory=tmp_path)
-    first = started(op.on_leases_acquired([a_lease(1), a_lease(2)], 0.0))
+    op, first = on_two_leases(
+        a_task("a", keep=["o"]), a_task("b", keep=["o"]), a_task("c", "a", "b"), directory=tmp_path
+    )
     fetches = of_kind(RunInBackground, finish(op, first["a"]))
     false = StoredOutput(name="o", dataset="a-1", files=(StoredFile(path="", size=1, digest=DIGEST),))
     effects = op.on_task_update(first["b"], TaskEnded(TaskState.FINISHED, outputs=(false,)), 1.0)
