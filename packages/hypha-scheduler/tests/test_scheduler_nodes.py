@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,13 +166,8 @@ async def open_lab(runs: Path) -> AsyncIterator[Lab]:
         tasks.cancel_scope.cancel()
 
 
-@pytest.fixture
-def in_lab(runs: Path) -> Callable[[], AbstractAsyncContextManager[Lab]]:
-    return lambda: open_lab(runs)
-
-
-async def test_lines_of_all_workers_are_shown_and_escaped(in_lab: Any) -> None:
-    async with in_lab() as lab, lab.network.endpoint("one") as one, lab.network.endpoint("two") as two:
+async def test_lines_of_all_workers_are_shown_and_escaped(runs: Path) -> None:
+    async with open_lab(runs) as lab, lab.network.endpoint("one") as one, lab.network.endpoint("two") as two:
         first = Worker(one, a="step 1\nstep 2\n", b="\x1b]0;title\x07done\r\n")
         Worker(two, c="begin\nend\n")
         lab.note_workers((one, "gpu-1"), (two, None))
@@ -197,8 +192,8 @@ async def test_lines_of_all_workers_are_shown_and_escaped(in_lab: Any) -> None:
         ]
 
 
-async def test_a_worker_that_cannot_be_asked_is_named_and_others_are_shown(in_lab: Any) -> None:
-    async with in_lab() as lab, lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
+async def test_a_worker_that_cannot_be_asked_is_named_and_others_are_shown(runs: Path) -> None:
+    async with open_lab(runs) as lab, lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
         async with lab.network.endpoint("gone") as gone:
             Worker(one, a="step 1\n")
             lab.note_workers((one, "gpu-1"), (old, "older"), (gone, "away"))
@@ -214,8 +209,8 @@ async def test_a_worker_that_cannot_be_asked_is_named_and_others_are_shown(in_la
         assert (await lab.logs("letters")).exit_code == 2
 
 
-async def test_the_python_api_returns_lines_and_which_workers_gave_none(in_lab: Any) -> None:
-    async with in_lab() as lab, lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
+async def test_the_python_api_returns_lines_and_which_workers_gave_none(runs: Path) -> None:
+    async with open_lab(runs) as lab, lab.network.endpoint("one") as one, lab.network.endpoint("old") as old:
         Worker(one, a="step 1\nstep\x1b 2\n")
         lab.note_workers((one, "gpu-1"), (old, "older"))
         client = AsyncClient(socket_path(lab.runs))
@@ -233,8 +228,8 @@ async def test_the_python_api_returns_lines_and_which_workers_gave_none(in_lab: 
             await client.logs("letters")
 
 
-async def test_only_what_is_new_is_read_and_no_more_than_the_bound(in_lab: Any) -> None:
-    async with in_lab() as lab, lab.network.endpoint("one") as one:
+async def test_only_what_is_new_is_read_and_no_more_than_the_bound(runs: Path) -> None:
+    async with open_lab(runs) as lab, lab.network.endpoint("one") as one:
         worker = Worker(one, a="x" * 99 + "\n")
         worker.texts["a"] *= (MAX_BYTES // 100) + 1000
         lab.note_workers((one, "gpu-1"))
@@ -248,8 +243,8 @@ async def test_only_what_is_new_is_read_and_no_more_than_the_bound(in_lab: Any) 
 
 
 @pytest.mark.parametrize("advance", [0, 1], ids=["stays", "never ends"])
-async def test_a_worker_that_answers_without_end_is_left(in_lab: Any, advance: int) -> None:
-    async with in_lab() as lab, lab.network.endpoint("one") as one:
+async def test_a_worker_that_answers_without_end_is_left(runs: Path, advance: int) -> None:
+    async with open_lab(runs) as lab, lab.network.endpoint("one") as one:
         reads = 0
 
         class Endless(Worker):
