@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -13,6 +14,8 @@ from support.authority import Authority
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 ECHO = "/test/echo/1"
+Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
+"""Opens some endpoints, of which the first is the gateway of the others."""
 
 
 def open_gateway(authority: Authority, **changes: Any) -> AbstractAsyncContextManager[Libp2pEndpoint]:

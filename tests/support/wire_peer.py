@@ -171,12 +171,8 @@ class WirePeer:
         self._streams: dict[int, Stream] = {}
         self._sending = trio.Lock()
         self.handlers: dict[str, Handler] = {}
-        self.negotiated: list[str] = []
-        """Protocols that the remote side has negotiated."""
         self.remote = b""
         """The remote side's peer id, from its certificate."""
-        self.gates: dict[str, trio.Event] = {}
-        """Events to wait for before agreeing to a protocol."""
         self.answers_pings = True
         self.closed = trio.Event()
 
@@ -254,12 +250,9 @@ class WirePeer:
             await stream.send_all(line(MULTISTREAM))
             while True:
                 wanted = (await stream.message()).decode().rstrip("\n")
-                self.negotiated.append(wanted)
                 if wanted in self.handlers:
                     break
                 await stream.send_all(line("na"))
-            if wanted in self.gates:
-                await self.gates[wanted].wait()
             await stream.send_all(line(wanted))
             stream.protocol = wanted
             await self.handlers[wanted](stream)

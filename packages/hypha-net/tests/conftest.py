@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 from support.authority import Authority
-from support.gateways import LOOPBACK, open_gateway
+from support.gateways import LOOPBACK, Opener, open_gateway
 
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net.endpoint import Endpoint
@@ -26,9 +26,6 @@ def authority(tmp_path: Path) -> Authority:
 def foreign_authority(tmp_path: Path) -> Authority:
     """Return an organisation that only its own nodes trust."""
     return Authority(tmp_path / "other", "other")
-
-
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 
 @asynccontextmanager

@@ -5,15 +5,15 @@ The fixture `opener` (see conftest) opens N endpoints; the first is the gateway 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 
 import anyio
 import pytest
 from support.endpoint_helpers import next_event, read_all
+from support.gateways import Opener
 from support.waiting import until
 
-from hypha_net.endpoint import Endpoint, GossipMessage, Stream
+from hypha_net.endpoint import GossipMessage, Stream
 from hypha_net.errors import (
     AddressError,
     RefusedError,
@@ -25,7 +25,6 @@ from hypha_net.errors import (
 from hypha_net.events import Connected, Disconnected
 from hypha_proto.ids import PeerId
 
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 ECHO = "/test/echo/1"
 OTHER = "/test/other/1"
 TOPIC = "test/topic"

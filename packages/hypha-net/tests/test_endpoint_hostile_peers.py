@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import pytest
 import trio
 from libp2p.custom_types import TProtocol
 from support.endpoint_helpers import echo_at_once
-from support.gateways import ECHO, LOOPBACK, open_gateway, open_node
+from support.gateways import ECHO, LOOPBACK, Opener, open_gateway, open_node
 from support.waiting import until
 from support.wire_peer import expect, line
 
@@ -29,7 +29,7 @@ from hypha_net._libp2p.bootstrap import gateways
 from hypha_net._libp2p.dial import upgrade
 from hypha_net._libp2p.endpoint import Libp2pEndpoint
 from hypha_net._libp2p.yamux import session
-from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.endpoint import Stream
 from hypha_net.errors import (
     RequestError,
     RequestTimeoutError,
@@ -43,7 +43,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import HEALTH
 from hypha_proto.transfer import PullRequest
 
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Gateway = Libp2pEndpoint
 
 

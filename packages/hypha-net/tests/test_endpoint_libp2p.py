@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -28,7 +28,7 @@ from libp2p.pubsub.validators import signature_validator
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from libp2p.tools.anyio_service.trio_tasks import MAX_CHILDREN_TASKS
 from libp2p.tools.timed_cache.last_seen_cache import LastSeenCache
-from support.gateways import ECHO, LOOPBACK, open_gateway, open_node
+from support.gateways import ECHO, LOOPBACK, Opener, open_gateway, open_node
 from support.loopback_ports import free_port
 from support.waiting import until
 from support.wire_peer import dial, speak
@@ -36,12 +36,10 @@ from support.wire_peer import dial, speak
 from hypha_net import EndpointSettings, open_endpoint
 from hypha_net._libp2p import endpoint
 from hypha_net._libp2p.endpoint import ROUND_TRIP_TIMEOUT, Libp2pEndpoint
-from hypha_net.endpoint import Endpoint, Stream
+from hypha_net.endpoint import Stream
 from hypha_net.errors import NetError, RefusedError, UnreachableError
 from hypha_net.identity import load_identity
 from hypha_net.peer_names import known_name
-
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 
 async def test_a_peer_that_trusts_us_is_still_refused_when_we_do_not_trust_it(

@@ -13,12 +13,11 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.utils import encode_varint_prefixed
 from multiaddr import Multiaddr
-from support.gateways import open_gateway, open_node
+from support.gateways import LOOPBACK, open_gateway, open_node
 from support.waiting import until
 
 from hypha_net._libp2p.identify import retry
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 GOOD = "/ip4/192.0.2.1/tcp/4001"
 
 UNREADABLE = {

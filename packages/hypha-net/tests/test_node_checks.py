@@ -59,19 +59,15 @@ def test_a_certificate_that_expires_soon_is_a_warning(tmp_path: Path) -> None:
     assert not failures(found)
 
 
-def test_a_key_of_another_certificate_fails(tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_fail(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    cert, _, trust = authority.files("node")
+    cert, key, trust = authority.files("node")
     _, other, _ = authority.files("other")
+    _, _, foreign = Authority(tmp_path / "b", "other").files("node")
     [text] = failures(list(check_identity(config((cert, other, trust)), "worker")))
     assert text.startswith(f"key_pem {other} does not belong to cert_pem {cert}")
-
-
-def test_a_certificate_of_another_authority_fails(tmp_path: Path) -> None:
-    cert, key, _ = Authority(tmp_path / "a").files("node")
-    _, _, trust = Authority(tmp_path / "b", "other").files("node")
-    [text] = failures(list(check_identity(config((cert, key, trust)), "worker")))
-    assert text.startswith(f"trust_pem {trust}")
+    [text] = failures(list(check_identity(config((cert, key, foreign)), "worker")))
+    assert text.startswith(f"trust_pem {foreign}")
     assert "does not verify" in text
 
 

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 import anyio
 import pytest
+from support.gateways import Opener
 
 from hypha_net import rpc
 from hypha_net._libp2p.kad.messages import PROTOCOL as KAD
@@ -29,7 +28,6 @@ from hypha_proto.protocols import HEALTH
 HALF_A_MESSAGE: Final = b"\xff\xff\x3f" + bytes(1 << 16)
 """Of a DHT message: a length of 1 MiB, and 64 KiB of data."""
 
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 A, B = (PeerId.from_public_key(bytes([n]) * 32) for n in range(2))
 
 

@@ -223,13 +223,15 @@ class Present:
 
     addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
 
-    def __init__(self) -> None:
+    def __init__(self, *, everybody: bool = False) -> None:
         self.peers: set[PeerId] = set()
+        self.everybody = everybody
+        """Whether every peer is connected."""
         self.number = 0
         """Number of the connection: grows when a peer reconnects."""
 
     def direct_connections(self, peer: PeerId) -> frozenset[object]:
-        return frozenset({(peer, self.number)} if peer in self.peers else ())
+        return frozenset({(peer, self.number)} if self.everybody or peer in self.peers else ())
 
     async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
         raise UnreachableError(f"{peer} is not asked here")
@@ -512,18 +514,6 @@ HOUR = 3600.0
 NOW = 1_800_000_000.0
 
 
-class Everywhere:
-    """An endpoint of a relay to which every peer is connected."""
-
-    addresses = (f"/ip4/127.0.0.1/tcp/1/p2p/{PeerId.from_public_key(bytes(32))}",)
-
-    def direct_connections(self, peer: PeerId) -> frozenset[object]:
-        return frozenset({peer})
-
-    async def open_stream(self, peer: PeerId, protocols: Sequence[str], *, timeout: float = 10.0) -> Stream:
-        raise UnreachableError(f"{peer} is not asked here")
-
-
 async def no_circuit(_circuit: CircuitConnection, _source: PeerId) -> None:
     raise AssertionError("nobody is called")
 
@@ -534,9 +524,8 @@ async def ignore_announcement(_gateway: PeerId) -> None:
 
 async def hold_reservation(skew: float, lifetime: float, *, ours: bool) -> tuple[int, int]:
     """Hold a reservation for three hours; return the number of requests, and of minutes without reservation."""
-    hop = RelayServer(
-        Everywhere(), RelayLimits(reservation_lifetime=lifetime), Events(), lambda: NOW + anyio.current_time()
-    )
+    limits = RelayLimits(reservation_lifetime=lifetime)
+    hop = RelayServer(Present(everybody=True), limits, Events(), lambda: NOW + anyio.current_time())
     asked, gone = 0, 0
     network = MemoryNetwork()
     async with network.endpoint("node") as node, network.endpoint("relay") as relay:

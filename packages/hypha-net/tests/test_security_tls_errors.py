@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 from support.endpoint_helpers import next_event
-from support.gateways import open_gateway, open_node
+from support.gateways import LOOPBACK, open_gateway, open_node
 from support.waiting import until
 from support.wire_peer import expect, line
 
@@ -36,7 +36,6 @@ from hypha_net.errors import IdentityError, RefusedError, UnreachableError
 from hypha_net.events import DialFinished, PeerRejected
 from hypha_net.identity import Identity, load_identity, read_certificate
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 DAY = dt.timedelta(days=1)
 
 

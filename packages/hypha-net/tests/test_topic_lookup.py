@@ -43,10 +43,6 @@ class ScriptedNode:
         """Connections by peer id."""
         self.listening: dict[bytes, list[bytes]] = {}
         """Addresses of connected peers, as multiaddr bytes, by peer id."""
-        self.gates: dict[str, trio.Event] = {}
-        """Protocols to which it agrees only once the event is set."""
-        self.accepted = 0
-        """Connections that others have opened to this node."""
         self._lifetime = trio.CancelScope()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -61,17 +57,11 @@ class ScriptedNode:
         """End the node and its connections."""
         self._lifetime.cancel()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not been shut down."""
-        return not self._lifetime.cancel_called
-
     async def connect(self, address: str) -> None:
         """Dial a multiaddr and wait until its node is identified."""
         await self._tasks.start(self._serve, await dial(address), True)
 
     async def _accept(self, transport: trio.SocketStream) -> None:
-        self.accepted += 1
         await self._serve(transport, False)
 
     async def _serve(
@@ -80,7 +70,6 @@ class ScriptedNode:
         about = {"handlers": self.handlers, "addresses": [_multiaddr(self.address)]}
         try:
             async with speak(transport, self.identity, opened=opened, **about) as peer:
-                peer.gates = self.gates
                 self.neighbours[peer.remote] = peer
                 try:
                     await self._identify(peer)
@@ -105,12 +94,11 @@ class ScriptedNode:
 
 
 class ScriptedGateway(ScriptedNode):
-    """A gateway: knows its neighbours and keeps records, and is in no topic."""
+    """A gateway: knows its neighbours, and is in no topic."""
 
     def __init__(self, identity: Any) -> None:
         super().__init__(identity)
         self.handlers[KAD] = self._answer
-        self.records: dict[bytes, bytes] = {}
         self.extra: dict[bytes, list[bytes]] = {}
         """Further peers in its routing table, with their addresses."""
         self.find_nodes = 0
@@ -123,15 +111,9 @@ class ScriptedGateway(ScriptedNode):
                 kind, key = asked.get(1, [0])[0], asked.get(2, [b""])[0]
                 if kind == ADD_PROVIDER:
                     continue
-                record = b""
-                if kind == PUT_VALUE:
-                    record = self.records[key] = asked[3][0]
-                elif kind == GET_VALUE:
-                    record = self.records.get(key, b"")
                 self.find_nodes += kind == FIND_NODE
-                closer = b"" if kind == PUT_VALUE else self._closest(stream.peer.remote, key)
-                answer = field(1, kind) + field(2, key) + (field(3, record) if record else b"") + closer
-                await stream.say(answer + field(10, 1))
+                closer = self._closest(stream.peer.remote, key)
+                await stream.say(field(1, kind) + field(2, key) + closer + field(10, 1))
         except AssertionError:  # the end of the stream
             await stream.half_close()
 

@@ -9,8 +9,8 @@ import errno
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.endpoint_helpers import accept_pushes, memory_pair, next_event, push_header
+from support.gateways import Opener
 
 from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST
@@ -37,8 +38,6 @@ from hypha_proto.codec import to_cbor
 from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import NO_ROOM, PullRequest, PushHeader, Refusal
-
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 
 SIZE = 12 << 20
 CUT_AT = 5 << 20

@@ -7,7 +7,7 @@ import random
 import tracemalloc
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import cbor2
 import pytest
 from blake3 import blake3
 from support.endpoint_helpers import next_event, push_header
+from support.gateways import Opener
 
 from hypha_net import retries, transfer
 from hypha_net.endpoint import Endpoint, Stream
@@ -27,7 +28,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PULL, PUSH
 from hypha_proto.transfer import MAX_HEADER, PSEUDO_GRADIENT, PullRequest, PushHeader
 
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Kind = Literal["file", "memory"]
 
 LIMIT = 1 << 30

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.endpoint_helpers import next_event, push_header
+from support.gateways import Opener
 
 from hypha_net import retries, transfer
 from hypha_net.bandwidth import BURST
@@ -32,7 +32,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.protocols import PUSH
 from hypha_proto.transfer import PullRequest, PushHeader
 
-Opener = Callable[[int], AbstractAsyncContextManager[list[Endpoint]]]
 Kind = Literal["file", "memory"]
 KINDS: tuple[Kind, ...] = ("file", "memory")
 
