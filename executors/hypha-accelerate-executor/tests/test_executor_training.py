@@ -283,42 +283,36 @@ def test_evaluation_does_not_change_training(make_worker: Callable[..., Any], he
             np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
-def test_training_continues_when_evaluation_files_are_unavailable(
-    make_worker: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = make_worker(rounds=3, batches=4)
-
-    def refuse(body: Any) -> tuple[int, Any]:
-        return (
-            worker.fetch(body) if body.get("filenames") is None else (502, {"error": "peer-failed", "detail": "away"})
-        )
-
-    worker.answers["/resources/fetch"] = refuse
-    assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
-    assert len(worker.updates) == 3
-    assert measured(worker) == {}
-    assert caplog.text.count("evaluation is disabled") == 1
-
-
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 bytes")],
+    [None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory: 9 bytes")],
+    ids=["no files", "memory", "memory of a GPU", "memory of torch"],
 )
-def test_an_evaluation_for_which_there_is_no_memory_costs_only_itself(
+def test_an_evaluation_that_fails_costs_only_itself(
     make_worker: Callable[..., Any],
     held_out: list[Path],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    error: Exception,
+    error: Exception | None,
 ) -> None:
+    worker = make_worker(rounds=3, batches=4)
+
+    def refuse(body: Any) -> tuple[int, Any]:
+        unavailable = 502, {"error": "peer-failed", "detail": "away"}
+        return worker.fetch(body) if body.get("filenames") is None else unavailable
+
     def fail(*_: Any, **__: Any) -> EvaluatedModel:
+        assert error is not None
         raise error
 
-    worker = make_worker(rounds=3, batches=4)
-    monkeypatch.setattr(Subject, "measure", fail)
     serving(worker, held_out[:2])
+    if error is None:
+        worker.answers["/resources/fetch"] = refuse
+    else:
+        monkeypatch.setattr(Subject, "measure", fail)
     assert training.main(worker.arguments(evaluation={"data": SHARE, "every": 1})) == 0
     assert len(worker.updates) == 3
+    assert measured(worker) == {}
     assert caplog.text.count("evaluation is disabled") == 1
 
 
