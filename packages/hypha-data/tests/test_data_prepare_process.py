@@ -96,14 +96,6 @@ def digests(folder: Path) -> bytes:
     return (folder / "manifest.json").read_bytes()
 
 
-@pytest.fixture
-def table(tmp_path: Path) -> Path:
-    """Write a table, and prepare it without interruption in the folder `whole`."""
-    path = write_table(tmp_path / "a.csv")
-    prepare(path, tmp_path / "whole")
-    return path
-
-
 class _Interrupted(BaseException):
     """As a signal ends the process."""
 
@@ -150,11 +142,13 @@ def stop_at(what: str, count: int) -> Callable[[str, int], None]:
     ],
 )
 def test_interrupted_work_is_continued_with_the_same_bytes(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, what: str, count: int, rest: tuple[int, int | None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, count: int, rest: tuple[int, int | None]
 ) -> None:
+    source = write_table(tmp_path / "a.csv")
+    prepare(source, tmp_path / "whole")
     monkeypatch.setattr("hypha_data.staging._SYNC_BYTES", 1)  # every block is on disk
     with pytest.raises(_Interrupted):
-        prepare(table, tmp_path / "out", on_progress=stop_at(what, count))
+        prepare(source, tmp_path / "out", on_progress=stop_at(what, count))
     assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK]
     finished = {path: path.stat().st_ino for path in (tmp_path / "out" / WORK).glob("*.safetensors")}
     readers: list[_Counted] = []
@@ -164,7 +158,7 @@ def test_interrupted_work_is_continued_with_the_same_bytes(
         return readers[-1]
 
     monkeypatch.setattr("hypha_data.prepare.open_reader", open_counted)
-    prepare(table, tmp_path / "out")
+    prepare(source, tmp_path / "out")
     assert (readers[0].scans, readers[0].first) == rest
     for part in ("", "-test"):
         assert digests(tmp_path / f"out{part}") == digests(tmp_path / f"whole{part}")
@@ -173,37 +167,41 @@ def test_interrupted_work_is_continued_with_the_same_bytes(
     assert len(kept) >= (3 if what == "slices of 5" else 0)
 
 
-def test_a_killed_process_is_continued(tmp_path: Path, table: Path) -> None:
-    def end(what: str, _count: int) -> None:
-        if "of 5" in what:
-            os.kill(os.getpid(), signal.SIGKILL)
-
+def test_a_killed_process_is_continued(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.csv")
+    prepare(source, tmp_path / "whole")
     child = os.fork()
     if child == 0:
         try:
-            prepare(table, tmp_path / "out", on_progress=end)
+            prepare(
+                source,
+                tmp_path / "out",
+                on_progress=lambda what, n: os.kill(os.getpid(), 9) if "of 5" in what else None,
+            )
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    prepare(table, tmp_path / "out")
+    prepare(source, tmp_path / "out")
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_a_fault_leaves_the_work_of_an_interrupted_run(tmp_path: Path, table: Path) -> None:
-    prepare(table, tmp_path / "out")
+def test_a_fault_leaves_the_work_of_an_interrupted_run(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "a.csv")
+    prepare(source, tmp_path / "whole")
+    prepare(source, tmp_path / "out")
     with pytest.raises(_Interrupted):
-        prepare(table, tmp_path / "out", force=True, on_progress=stop_at("of 5", 1))
+        prepare(source, tmp_path / "out", force=True, on_progress=stop_at("of 5", 1))
     with pytest.raises(DatasetError, match="slices already"):
-        prepare(table, tmp_path / "out")
+        prepare(source, tmp_path / "out")
     assert (tmp_path / "out" / WORK).exists()
-    prepare(table, tmp_path / "out", force=True)
+    prepare(source, tmp_path / "out", force=True)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_slices_that_were_moved_in_part_are_completed(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved, replace = 0, Path.replace
+def test_slices_that_were_moved_in_part_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, moved = write_table(tmp_path / "a.csv"), 0
+    prepare(source, tmp_path / "whole")
+    replace = Path.replace
 
     def interrupt(self: Path, target: Any) -> Path:
         nonlocal moved
@@ -216,8 +214,8 @@ def test_slices_that_were_moved_in_part_are_completed(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", interrupt)
         with pytest.raises(_Interrupted):
-            prepare(table, tmp_path / "out")
-    prepare(table, tmp_path / "out")
+            prepare(source, tmp_path / "out")
+    prepare(source, tmp_path / "out")
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 5
 
@@ -282,11 +280,7 @@ ROWS = b'{"text": "a"}\n{"text": "b"}\n'
         ("rows", ROWS, "it is JSON: name rows of one object a line *.jsonl"),
         ("rows.csv", b"GIF89a" + bytes(30), "not csv: it is an image"),
         ("rows.dat", b"text,label\na,1\n", "it is text; if it is of another format, name that by --format"),
-        (
-            "rows.dat",
-            b'{ "text": "a"}\n',
-            "a line *.jsonl; if it is of another format, name that by --format",
-        ),
+        ("rows.dat", b'{ "text": "a"}\n', "a line *.jsonl; if it is of another format, name that by --format"),
         ("weights.pt", pickle.dumps([1]), "it is a pickle: save its values with safetensors"),
     ],
 )
