@@ -111,31 +111,25 @@ def plain(reference: Any) -> Any:
     return to_plain(Reference, reference)
 
 
-def make_config(server: MemoryEndpoint, data: MemoryEndpoint, **changes: Any) -> TrainConfig:
-    model = PeersReference(
-        peers=(data.peer_id, server.peer_id),
-        strategy=One(),
-        resource=SliceAddress(dataset="job/model", index=0),
-        filenames=("config.json", "sub/model.safetensors"),
-    )
-    return training(
-        server.peer_id, **({"model": Model(task="auto", artifact=model, input_names=("x",)), "batch_size": 1} | changes)
-    )
-
-
 @asynccontextmanager
 async def open_test_bridge(
     tmp_path: Path,
     short: Path,
     access: AccessPolicy | None = None,
     on_disk_fault: Callable[[object], None] = fail_for_disk,
-    **changes: Any,
 ) -> AsyncIterator[BridgeUnderTest]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         names = ("worker", "server", "data", "outsider")
         worker, server, data, outsider = [await stack.enter_async_context(network.endpoint(name)) for name in names]
-        config = make_config(server, data, **changes)
+        artifact = PeersReference(
+            peers=(data.peer_id, server.peer_id),
+            strategy=One(),
+            resource=SliceAddress(dataset="job/model", index=0),
+            filenames=("config.json", "sub/model.safetensors"),
+        )
+        model = Model(task="auto", artifact=artifact, input_names=("x",))
+        config = training(server.peer_id, model=model, batch_size=1)
         context = make_context(tmp_path, worker, server.peer_id, config, limit=LIMIT, access=access)
         under_test, backend = make_bridge(context, on_disk_fault)
         path = short / "b.sock"

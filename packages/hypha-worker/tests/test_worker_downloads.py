@@ -197,7 +197,7 @@ def give_up(number):
     body = json.dumps({"resource": config["model"]["artifact"], "path": f"in-{number}"})
     bridge.connect()
     bridge.request("POST", "/resources/fetch", body, {"content-type": "application/json"})
-    while not os.path.exists("give-up"):
+    while not os.path.exists("go"):
         time.sleep(0.01)
     bridge.close()
 threads = [threading.Thread(target=give_up, args=(number,)) for number in range(12)]
@@ -282,19 +282,11 @@ async def test_stalled_downloads_of_one_job_hold_up_no_other(in_lab: InLab, stal
         assert stalling_hub.most == 8
 
 
-def give_up(work_dir: Path) -> None:
-    """Tell the only job to give its downloads up."""
-    [specification] = work_dir.rglob("job.json")
-    specification.with_name("give-up").touch()
-
-
-async def test_a_download_whose_executor_gave_up_gives_its_place_back(
-    in_lab: InLab, stalling_hub: StallingHub, tmp_path: Path
-) -> None:
+async def test_a_download_whose_executor_gave_up_gives_its_place_back(in_lab: InLab, stalling_hub: StallingHub) -> None:
     async with in_lab() as lab:
         await lab.start(GIVES_UP)
         await lab.scheduler.until(lambda: stalling_hub.stalled >= 8)
-        give_up(tmp_path)
+        lab.let_all_go()
         await lab.scheduler.until(lambda: lab.scheduler.reports)
         await lab.scheduler.until(lambda: stalling_hub.stalled == 0)
         assert (await lab.scheduler.ended()).outcome == "finished"

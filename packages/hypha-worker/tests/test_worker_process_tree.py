@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
@@ -318,20 +319,12 @@ def server() -> Iterator[ForkServer]:
     made.close()
 
 
-def shell(script: str, **changes: object) -> Launch:
-    launch = Launch(["/bin/sh", "-c", script], {"NAME": "value"})
-    for name, value in changes.items():
-        setattr(launch, name, value)
-    return launch
+def shell(script: str, **changes: Any) -> Launch:
+    return Launch(["/bin/sh", "-c", script], **({"env": {"NAME": "value"}} | changes))
 
 
 async def read_all(process: SpawnedProcess) -> bytes:
-    found = b""
-    try:
-        while True:
-            found += await process.stdout.receive()
-    except anyio.EndOfStream:
-        return found
+    return b"".join([block async for block in process.stdout])
 
 
 async def test_a_process_has_its_environment_folder_output_and_session(server: ForkServer, tmp_path: Path) -> None:
