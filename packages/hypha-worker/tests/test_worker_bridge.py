@@ -649,9 +649,7 @@ async def test_a_first_request_while_the_job_is_ended_is_answered(tmp_path: Path
     assert answers == [(503, "ending")]
 
 
-async def test_a_server_that_ends_by_itself_ends_the_job(
-    tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_ends_by_itself_ends_the_job(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_: None)
     with pytest.raises(ExceptionGroup) as raised:
         with anyio.fail_after(30):
@@ -755,7 +753,7 @@ async def test_a_refused_client_that_sends_at_once_reads_the_reason(with_bridge:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_the_socket_lies_in_the_jobs_folder_or_is_linked_there(tmp_path: Path, short: Path, long: bool) -> None:
+def test_the_socket_lies_in_the_jobs_folder_or_is_linked_there(short: Path, long: bool) -> None:
     (work_dir := short / ("job" * 40 if long else "job")).mkdir()
     place = choose_place(work_dir, short)
     with bind_socket(place):

@@ -98,9 +98,7 @@ async def test_status_shows_gateways_leases_jobs_and_requests(on_site: Any) -> N
         assert "bid 1: no offer: the bid of 1 is below 50" in text
 
 
-async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(
-    on_site: Any, tmp_path: Path
-) -> None:
+async def test_paused_worker_makes_no_offers_also_after_a_restart_and_its_jobs_go_on(on_site: Any) -> None:
     async with on_site() as site:
         await site.start_job(WAITS)
         result = await site.command("pause")

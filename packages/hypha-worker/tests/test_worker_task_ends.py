@@ -200,19 +200,6 @@ async def test_shutdown_ends_jobs_soon_and_reports_it(
     assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["control", "logs"]
 
 
-async def test_the_end_of_a_task_is_reported_after_the_scheduler_was_unreachable(in_lab: InLab) -> None:
-    async with in_lab() as lab:
-        await lab.start("while not os.path.exists(work_dir + '/go'): time.sleep(0.01)")
-        await lab.scheduler.until(lambda: "ready" in lab.scheduler.statuses)
-        lab.network.partition(lab.peer, lab.scheduler.endpoint.peer_id)
-        [run] = lab.worker.tasks.running
-        lab.let_all_go()
-        await run.ended.wait()
-        assert lab.scheduler.ends == []
-        lab.network.heal(lab.peer, lab.scheduler.endpoint.peer_id)
-        assert (await lab.scheduler.ended()).outcome == "finished"
-
-
 async def test_a_lease_that_ends_while_its_scheduler_is_gone_is_served_no_longer(in_lab: InLab) -> None:
     """The end of its task can be reported to nobody."""
     async with in_lab() as lab:
@@ -290,7 +277,7 @@ async def test_a_job_finds_its_socket_in_its_folder_and_may_do_with_it_what_it_l
             assert kept.read_text() == "kept"
 
 
-def test_placeholders_inside_values_are_not_substituted(tmp_path: Path) -> None:
+def test_placeholders_inside_values_are_not_substituted() -> None:
     words = {"{A}": "{B}", "{B}": "b", "{C}": "{A}"}
     assert substitute("-{A}-{B}-{C}-{D}-{}", words) == "-{B}-b-{A}-{D}-{}"
 
