@@ -180,10 +180,8 @@ class LocalNetwork:
 
     def set_drain_timeout(self, name: str, seconds: int) -> None:
         """Let a worker that gets SIGTERM wait for its job so long; by default not at all."""
-        path, at_once = self.configuration(name), "drain_timeout = 0"
-        text = path.read_text()
-        assert at_once in text
-        path.write_text(text.replace(at_once, f"drain_timeout = {seconds}"))
+        path = self.configuration(name)
+        path.write_text(_replaced(path.read_text(), {"drain_timeout = 0": f"drain_timeout = {seconds}"}))
 
     def up(self) -> None:
         """Create model and data, start every node but the scheduler, and wait until all are healthy."""

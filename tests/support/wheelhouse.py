@@ -121,11 +121,6 @@ class Environment:
     folder: Path
     wheels: Path
 
-    @property
-    def python(self) -> Path:
-        """Return the path of its interpreter."""
-        return self.folder / "bin" / "python"
-
     def variables(self) -> dict[str, str]:
         """Return the variables for its commands: PATH has only its own programs and uv, so no compiler."""
         path = os.pathsep.join([str(self.folder / "bin"), str(self.folder / "only-uv")])
@@ -140,12 +135,12 @@ class Environment:
         return passed(run([bash, "-euc", text], env=self.variables(), cwd=empty, timeout=timeout))
 
     def program(self, name: str, *words: str) -> str:
-        """Run a console script; return its output."""
+        """Run one of its programs; return its output."""
         return passed(run([str(self.folder / "bin" / name), *words], env=self.variables(), cwd=self.folder))
 
     def evaluate(self, code: str) -> str:
         """Run Python code in isolated mode; return its output."""
-        return passed(run([str(self.python), "-I", "-c", code], env=self.variables(), cwd=self.folder)).strip()
+        return self.program("python", "-I", "-c", code).strip()
 
 
 @contextmanager
