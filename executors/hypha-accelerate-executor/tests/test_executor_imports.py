@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import subprocess
 import sys
 import weakref
@@ -139,3 +140,21 @@ def test_accelerate_is_used_only_when_needed() -> None:
 def test_modes_of_the_launcher_that_are_not_supported_are_named(variable: str, value: str, mode: str) -> None:
     with pytest.raises(JobError, match=mode):
         choose_device({"WORLD_SIZE": "1", variable: value})
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_memory_that_a_step_frees_is_kept_for_the_next() -> None:
+    code = """
+import resource
+from hypha.accelerate_executor.environment import keep_freed_memory
+
+keep_freed_memory()
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [bytearray(8 << 20) for _ in range(3)]
+    del blocks
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    first, *later = map(int, done.stdout.split())
+    assert max(later) < first / 10

@@ -38,6 +38,7 @@ from hypha.accelerate_executor.distributed.process_group import (
     Shutdown,
     join_process_group,
 )
+from hypha.accelerate_executor.environment import keep_freed_memory
 from hypha.accelerate_executor.errors import ContributionRefused, ModelError, NotTakingPart, RoundWentOn
 from hypha.accelerate_executor.options import ModelFiles, OwnerOptions
 from hypha.accelerate_executor.training_setup import Setup, build_setup
@@ -129,6 +130,8 @@ class TrainingLoop:
         Raises:
             ExecutorError: training cannot continue.
         """
+        if self._sizer is None:
+            keep_freed_memory()
         try:
             self._train_rounds()
             self._evaluation.finish(self._timing.update_timeout)
@@ -264,6 +267,7 @@ class TrainingLoop:
         with self._spans.span("choose micro-batch") as span:
             found = sizer.find(batch, limit)
             span["hypha.samples"] = found
+        keep_freed_memory()  # only now: it was measured how much memory is used
         self._begin_round(number)  # seeds the random generators again
         if found < limit:
             logger.info("computing at most %d samples of a batch at once, for want of memory", found)
@@ -383,6 +387,7 @@ def follow(config: TrainConfig, options: OwnerOptions, timing: LoopTiming) -> No
     if not isinstance(first, LoadModel):
         return
     setup = build_setup(config, options, first.files, device, group)
+    keep_freed_memory()
     while not isinstance(command := group.receive_command(), Shutdown):
         match command:
             case BeginRound(number):
