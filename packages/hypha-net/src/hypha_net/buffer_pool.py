@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Final
 
 MAX_POOLED_BODY: Final = 1028 << 10
-"""Size of the largest pooled buffer: the largest frame that this implementation sends, on a stream with a circuit."""
-_SIZES: Final = tuple(MAX_POOLED_BODY >> halvings for halvings in (5, 4, 3, 2, 1, 0))
+"""Size of the largest frame that this implementation sends, on a stream with a circuit."""
+BLOCK: Final = 2 << 20
+"""Size of a block of a transfer, and of the largest pooled buffer."""
+_SIZES: Final = (*(MAX_POOLED_BODY >> halvings for halvings in (5, 4, 3, 2, 1, 0)), BLOCK)
 """Sizes of pooled buffers; a request is served from the smallest that fits, so at least half of a buffer is used."""
 _MAX_FREE_BYTES: Final = MAX_POOLED_BODY * 4
 """Memory of free buffers that is kept of each size."""
@@ -22,7 +24,7 @@ _free: Final[dict[int, list[bytearray]]] = {size: [] for size in _SIZES}
 
 def acquire_buffer(size: int) -> memoryview:
     """Return a writable buffer of `size` bytes with arbitrary content."""
-    if _SIZES[0] // 2 < size <= MAX_POOLED_BODY:
+    if _SIZES[0] // 2 < size <= BLOCK:
         pooled = next(each for each in _SIZES if size <= each)
         free = _free[pooled]
         return memoryview(free.pop() if free else bytearray(pooled))[:size]

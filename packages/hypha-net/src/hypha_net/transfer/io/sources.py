@@ -15,8 +15,9 @@ from pathlib import Path
 import anyio.to_thread
 from blake3 import blake3
 
+from hypha_net.buffer_pool import BLOCK
 from hypha_net.endpoint import Stream
-from hypha_net.transfer.io.stream_copy import CHUNK, read_at, send_buffer, send_file
+from hypha_net.transfer.io.stream_copy import read_at, send_buffer, send_file
 from hypha_net.transfer.progress import TransferProgress
 
 Content = Path | FileIO | bytes
@@ -78,9 +79,9 @@ async def describe(content: Content) -> tuple[int, str]:
 
 def _describe_file(file: FileIO) -> tuple[int, str]:
     hasher, size = blake3(), 0
-    block = memoryview(bytearray(CHUNK))  # not memory-mapped, which would count as this process's memory
+    block = memoryview(bytearray(BLOCK))  # not memory-mapped, which would count as this process's memory
     left = os.fstat(file.fileno()).st_size
-    while count := read_at(file, block[: min(CHUNK, left)], size):
+    while count := read_at(file, block[: min(BLOCK, left)], size):
         hasher.update(block[:count])
         size, left = size + count, left - count
     return size, f"blake3:{hasher.hexdigest()}"

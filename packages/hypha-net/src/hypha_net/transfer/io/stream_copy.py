@@ -13,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import trio
 
 from hypha_net.bandwidth import TransferPacer
-from hypha_net.buffer_pool import lent_buffer
+from hypha_net.buffer_pool import BLOCK, lent_buffer
 from hypha_net.endpoint import Stream
 from hypha_net.errors import TransferError
 from hypha_net.transfer.framing import IDLE_TIMEOUT, TransferInterruptedError
@@ -29,18 +29,19 @@ from hypha_net.transfer.progress import TransferProgress
 
 
 class IoThread:
-    """Runs one job at a time in a thread. Opened by `io_thread`.
+    """One worker thread that runs one job at a time. Opened by `io_thread`.
 
     Uses trio directly: waking the event loop from the worker thread costs a third of waiting for it in a second thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
         self._loop = trio.lowlevel.current_trio_token()
         self._job: Future[Any] | None = None
 
     def submit(self, job: Callable[..., Any], *arguments: Any) -> None:
         """Start a job; the previous one must have been awaited."""
-        self._job = _THREADS.submit(job, *arguments)
+        self._job = self._thread.submit(job, *arguments)
 
     async def result(self) -> Any:
         """Return or raise the result of the last job, or None if there is none. Waits without blocking the loop."""
@@ -66,18 +67,14 @@ class IoThread:
 
 @asynccontextmanager
 async def io_thread() -> AsyncIterator[IoThread]:
-    """Run one job at a time in a thread; wait for the last one on exit."""
-    worker = IoThread()
+    """Run one worker thread; wait for its last job on exit."""
+    thread = ThreadPoolExecutor(1, "hypha-transfer")
+    worker = IoThread(thread)
     try:
         yield worker
     finally:
         await worker.finish()
-
-
-CHUNK: Final = 1 << 20
-"""Bytes read, or hashed and written, at a time: large enough to outweigh the cost of a thread switch."""
-_THREADS: Final = ThreadPoolExecutor(64, "hypha-transfer")
-"""Read, hash and write for all transfers of the process."""
+        thread.shutdown(wait=False)
 
 
 async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progress: TransferProgress) -> None:
@@ -88,16 +85,15 @@ async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progre
         TransferInterruptedError: the peer accepts no bytes.
         OSError: the file cannot be read.
     """
-    pacer, length = progress.pacer, min(CHUNK, size - offset)
+    pacer, length = progress.pacer, min(BLOCK, size - offset)
     with lent_buffer(length) as block, lent_buffer(length) as other:
         async with io_thread() as thread:
             thread.submit(read_at, file, block, offset)
             while offset < size:
                 count: int = await thread.result()
                 if not count:
-                    name = (
-                        "the file" if isinstance(file.name, int) else file.name
-                    )  # one that was opened by a descriptor
+                    # one that was opened by a descriptor has no other name
+                    name = "the file" if isinstance(file.name, int) else file.name
                     raise TransferError(f"{name} became shorter while it was sent")
                 offset += count
                 block, other = other, block
@@ -174,7 +170,7 @@ async def receive_content(stream: Stream, content: PartialFile, progress: Transf
         OSError: the file cannot be written.
     """
     there, size = content.received, content.size
-    length = min(CHUNK, size - there)
+    length = min(BLOCK, size - there)
     with lent_buffer(length) as first, lent_buffer(length) as second:
         block, other = ReceivedBlock(first), ReceivedBlock(second)
         async with io_thread() as thread:
