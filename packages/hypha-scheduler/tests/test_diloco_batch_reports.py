@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from support.diloco_simulation import BATCH, JOB_ID, PEERS, Job, batch_done, job_table
@@ -90,17 +91,6 @@ def test_an_executor_that_waits_at_its_last_batch_is_told_what_the_round_lacks(
     batches = [MeasuredBatch(BATCH, 1.0)] * count
     answer = job.rounds.batches_done(A, batches, 10.0 + count, left=0 if asks else None)
     assert answer == (Continue() if lacking is None else ScheduleUpdate(counter=lacking - count))
-
-
-def test_an_end_that_is_settled_stays_while_others_are_told_of_what_lacks() -> None:
-    job = TwoWorkers(batches=100)
-    job.work(range(1, 11), 1.0)
-    count = job.left[A]
-    assert count is not None
-    most = [MeasuredBatch(BATCH, 1.0)] * (count - 1)
-    assert job.rounds.batches_done(A, most, 9.0 + count, left=1, settles=True) == Continue()
-    job.rounds.update_started(B, 10.0 + count)
-    assert job.rounds.batches_done(A, most[:1], 10.0 + count, left=0) == Continue()
 
 
 def test_a_worker_between_two_reports_is_not_taken_for_slow() -> None:
@@ -189,13 +179,13 @@ def job() -> Job:
 
 
 def report(
-    job: Job, peer: PeerId, first: int, count: int, number: int = 1, seconds: float = 1.0, last: int | None = None
+    job: Job, peer: PeerId, first: int, count: int, number: int = 1, seconds: float = 1.0, **more: Any
 ) -> BatchesCounted:
-    """Report batches a second later; `last` is what the executor knows of the end of the round."""
+    """Report batches a second later; `more` are further fields of the message."""
     job.now += 1.0
     batch = TrainedBatch(batch_size=BATCH, slices={"0": BATCH}, batch_ms=seconds * 1000)
     task = job.leases[peer]
-    message = ReportBatches(attempt=task.id_in(JOB_ID), round=number, first=first, batches=(batch,) * count, last=last)
+    message = ReportBatches(attempt=task.id_in(JOB_ID), round=number, first=first, batches=(batch,) * count, **more)
     answer, effects = job.operator.on_message(task, "ReportBatches", message, job.now)
     job.apply(effects)
     assert isinstance(answer, BatchesCounted)
@@ -231,6 +221,18 @@ def test_the_end_of_the_round_counts_from_its_first_batch(job: Job) -> None:
     assert ahead.last > 10
     assert report(job, C, 2, 8) == ahead, "the answer was lost"
     assert report(job, C, 0, 1).last == ahead.last
+
+
+@pytest.mark.parametrize("settles", [True, None])
+def test_an_end_is_settled_also_if_the_batches_were_counted_before(job: Job, settles: bool | None) -> None:
+    for first in (0, 1):
+        for peer in (A, B, C):
+            report(job, peer, first, 1)
+    last = report(job, C, 2, 8).last
+    assert last is not None
+    assert report(job, C, 2, 8, last=last, settles=settles).last == last, "the answer was lost"
+    later = {report(job, C, first, min(100, last - first), last=last).last for first in range(10, last, 100)}
+    assert (later == {last}) == (settles is True), "others have trained little, so that the round lacks many batches"
 
 
 @pytest.mark.parametrize("stated", [3, 1000, (1 << 32) - 1])

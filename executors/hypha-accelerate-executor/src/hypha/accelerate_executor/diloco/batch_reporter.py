@@ -257,9 +257,10 @@ class BatchReporter:
         """Return when the next request leaves: the one that settles the end takes the place of one just before."""
         if (self._hurries or self._is_complete) and not self._is_silent:
             return 0.0
-        settles_at = self._settles_at
-        is_later = settles_at is not None and not self._is_silent and self._not_before >= settles_at - _SHORTEST
-        return settles_at if settles_at is not None and is_later else self._not_before
+        settles_at = None if self._is_silent else self._settles_at
+        if settles_at is None or self._not_before < settles_at - _SHORTEST:
+            return self._not_before
+        return settles_at
 
     @property
     def _is_complete(self) -> bool:

@@ -58,10 +58,6 @@ class RoundShare:
         self.promised = allocated if left is None else max(allocated, min(promised, left))
         self.asks = left is not None
 
-    def settle(self, left: int) -> None:
-        """Keep to what it is allocated, if its executor, which has `left` batches to train, knows of that."""
-        self.is_settled |= self.remaining == left
-
     def post(self, now: float, counts: tuple[int, int] | None) -> None:
         """Note that its update is under way: of how many samples and batches, if that is stated."""
         self.posted_at = now if self.posted_at is None else self.posted_at

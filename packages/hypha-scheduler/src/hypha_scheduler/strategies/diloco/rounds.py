@@ -250,13 +250,7 @@ class Rounds:
         part.last_at = now if part.last_at is None else part.last_at
 
     def batches_done(
-        self,
-        peer: PeerId,
-        batches: Sequence[MeasuredBatch],
-        now: float,
-        left: int | None = None,
-        *,
-        settles: bool = False,
+        self, peer: PeerId, batches: Sequence[MeasuredBatch], now: float, left: int | None = None
     ) -> ReportAnswer:
         """Process a report of finished batches; the response is to continue, or how many more precede the update.
 
@@ -266,7 +260,6 @@ class Rounds:
             now: time of the report.
             left: how many more batches its executor will train as far as it knows, if it states that: then it waits for
                 the answer to the report of the last one, which may allocate more.
-            settles: whether it waits for none if this answer leaves it at that.
         """
         member = self.members.get(peer)
         if member is None:
@@ -284,10 +277,7 @@ class Rounds:
         self._measure_batches(member, part, batches, now)
         part.last_at = now
         part.count_batches(len(batches), sum(batch.samples for batch in batches), left)
-        answer = self._answer_batch(current, peer, now)
-        if settles and left is not None:
-            part.settle(left)
-        return answer
+        return self._answer_batch(current, peer, now)
 
     def count_reported(self, peer: PeerId, number: int, first: int, count: int) -> int:
         """Note that a worker reports batches of a round; return how many of them are not to be counted.
@@ -321,6 +311,11 @@ class Rounds:
         """Return after how many batches of a round a worker sends its update; None if it is not known yet."""
         part = self._part_in(peer, number)
         return None if part is None or part.remaining is None else part.reported + part.remaining
+
+    def settle_end(self, peer: PeerId, number: int) -> None:
+        """Allocate no more to a worker in a round: its executor knows its last batch, and waits for no answer then."""
+        if (part := self._part_in(peer, number)) is not None:
+            part.is_settled = True
 
     def _part_in(self, peer: PeerId, number: int) -> RoundShare | None:
         """Return the part of a worker in a round; None if it is not in this one."""

@@ -183,8 +183,7 @@ class TrainingState:
             self.slices.report(peer, _slice_counts(batch.slices))
         if fresh:
             left = None if message.last is None else max(0, message.last - message.first - count)
-            measured = [_measured(batch) for batch in fresh]
-            answer = self.rounds.batches_done(peer, measured, now, left, settles=message.settles is True)
+            answer = self.rounds.batches_done(peer, [_measured(batch) for batch in fresh], now, left)
         else:
             answer = self.rounds.batches_known(peer, now)
         effects = self.rounds.take_effects(now)
@@ -195,6 +194,8 @@ class TrainingState:
             self.told_done.add(peer)
             return BatchesCounted(counted=counted, done=True), effects
         last = self._last_batch(peer, message.round, counted, answer)
+        if message.settles and last is not None and last == message.last:
+            self.rounds.settle_end(peer, message.round)
         if last == counted and self.rounds.round_of(peer) == message.round:
             self.rounds.update_sending(peer, now)
         return BatchesCounted(counted=counted, last=last), effects
