@@ -131,14 +131,16 @@ def parse_json(data: bytes | str, limit: int | None = None) -> Any:
     if limit is not None and len(data) > limit:
         raise DecodeError(f"message of {len(data)} bytes is over the limit of {limit}")
     try:
-        plain = json.loads(data, object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+        plain = _STRICT_JSON.decode(text)
     except DecodeError:
         raise
     except RecursionError:
         raise DecodeError(_TOO_DEEP) from None
     except ValueError as error:
         raise DecodeError(f"not JSON: {error}") from None
-    check_depth(plain)
+    if text.count("{") + text.count("[") > MAX_JSON_DEPTH:  # else it cannot be that deep
+        check_depth(plain)
     return plain
 
 
@@ -208,6 +210,9 @@ def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> object:
     raise DecodeError(f"{name} is not a JSON number")
+
+
+_STRICT_JSON: Final = json.JSONDecoder(object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant)
 
 
 def _single(encoder: cbor2.CBOREncoder, value: Single) -> None:
