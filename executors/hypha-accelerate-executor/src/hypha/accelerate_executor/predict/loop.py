@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS: Final = 1.0
-"""Least time between two reports while a slice is computed."""
+"""Least time between two reports, but for the last."""
 
 
 class RowFailed(ExecutorError):
@@ -92,8 +92,9 @@ class InferenceLoop:
             self.queue.prefetch()  # the second slice in hand; after the part before it
             with self.spans.span("compute slice", slice=_slice_index(fetched)):
                 self._compute_slice(fetched)
-            self._report()
+            self._report_if_due()
             self.spans.flush()
+        self._report()
         self.queue.flush()
         if self._drains:
             logger.info("the scheduler drains this worker")
@@ -139,10 +140,13 @@ class InferenceLoop:
                 yield row, outcome
             if self.delay:
                 time.sleep(self.delay)
-            if time.monotonic() - self._reported >= _REPORT_SECONDS:
-                self._report()
+            self._report_if_due()
         if batches.size < size:
             self._batch_size = batches.size
+
+    def _report_if_due(self) -> None:
+        if time.monotonic() - self._reported >= _REPORT_SECONDS:
+            self._report()
 
     def _report(self) -> None:
         self._reported = time.monotonic()
