@@ -793,6 +793,13 @@ async def test_streams_over_the_limit_are_reset_individually() -> None:
 # ----------------------------------------------------------------------------------------------------------- keepalive
 
 
+async def test_ping_is_answered_with_its_value() -> None:
+    async with session_and_wire() as (_, peer):
+        assert await peer.receive_some() == FIRST_PING
+        await peer.send_all(frame(PING, SYN, 0, 7))
+        assert await peer.receive_some() == frame(PING, ACK, 0, 7)
+
+
 async def test_silent_peer_is_dropped_after_ping_interval_and_timeout() -> None:
     async with session_and_wire() as (session, peer):
         began = trio.current_time()
