@@ -316,14 +316,17 @@ class TlsConnection(ISecureConn):
     def _send_now(self, data: memoryview) -> memoryview:
         """Send what the socket accepts at once; return the rest."""
         assert self._socket is not None
+        descriptor = self._socket.socket.fileno()
         try:
-            count = os.write(self._socket.socket.fileno(), data)
+            while data:  # the kernel takes a part of a large piece, and more at once when that has left
+                count = os.write(descriptor, data)
+                self._bytes.sent += count
+                data = data[count:]
         except BlockingIOError:
-            return data
+            pass
         except OSError as error:
             raise ConnectionClosedError(f"the connection broke off: {error}") from error
-        self._bytes.sent += count
-        return data[count:]
+        return data
 
     async def close(self) -> None:
         """Send close_notify if that needs no waiting, and close the connection."""
