@@ -174,7 +174,8 @@ async def receive_content(stream: Stream, content: PartialFile, progress: Transf
     with lent_buffer(length) as first, lent_buffer(length) as second:
         block, other = ReceivedBlock(first), ReceivedBlock(second)
         async with io_thread() as thread:
-            thread.submit(content.rehash_existing)
+            if there:
+                thread.submit(content.rehash_existing)
             more = True
             while more and there < size:
                 block.reset(size - there)
