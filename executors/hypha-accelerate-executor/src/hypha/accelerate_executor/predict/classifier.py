@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from hypha.accelerate_executor.data.model_inputs import ModelInputs, longest_input, value_limits
@@ -151,11 +150,11 @@ class Classifier:
 
     def _results(self, logits: torch.Tensor) -> list[Result | RowError]:
         finite: list[bool] = logits.isfinite().all(dim=1).tolist()
-        scores: list[list[float]] = self._scores(logits.float()).tolist()
-        found: list[dict[str, Any]] = [
-            {"label": int(np.argmax(row)), "score": max(row)} | ({SCORES: row} if self._gives_scores else {})
-            for row in scores
-        ]
+        scores = self._scores(logits.float()).numpy(force=True)
+        best = zip(scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist(), strict=True)
+        found: list[dict[str, Any]] = [{"label": label, "score": score} for label, score in best]
+        if self._gives_scores:
+            found = [values | {SCORES: row} for values, row in zip(found, scores.tolist(), strict=True)]
         error = RowError("not-finite", "the model's logits are not finite")
         return [Result(values) if is_finite else error for values, is_finite in zip(found, finite, strict=True)]
 
