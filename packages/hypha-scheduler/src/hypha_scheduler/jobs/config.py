@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from hypha_net.connectors.s3_source import s3_uri
-from hypha_net.node.config.introspection import suggest_key
+from hypha_net.node.config.introspection import suggest_name
 from hypha_net.node.config.models import Section
 from hypha_net.redaction import shown_url
 from hypha_proto.datasets import MANIFEST
@@ -488,7 +488,7 @@ def _requirements(value: Any) -> Any:
     known = [*names, "kind"]
     for key in value:
         if key not in known:
-            raise ValueError(f"{str(key)!r} is not a key here; {suggest_key(str(key), Requirement, known)}")
+            raise ValueError(f"{str(key)!r} is not a key here; {suggest_name(str(key), Requirement, known)}")
     found = [{"type": names[key], "min": amount} for key, amount in value.items() if key in names]
     return found + [{"kind": value[key]} for key in value if key == "kind"]
 

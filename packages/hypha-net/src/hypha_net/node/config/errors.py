@@ -13,13 +13,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hypha_net.node.config.introspection import (
-    annotation_at,
     description_of,
     dotted,
     field_at,
-    fields_by_key,
     suggest_key,
-    table_types,
 )
 from hypha_net.node.config.models import mask_secrets
 from hypha_net.node.config.toml_positions import Key
@@ -87,42 +84,38 @@ def validation_problems(
         where: describes the origin of the value at a key; None if no source sets it.
         variables: whether ``HYPHA_*`` can set a missing key.
     """
-    found: dict[str, list[tuple[Key, ErrorDetails]]] = {}
+    found: dict[Key, list[ErrorDetails]] = {}
+    values: dict[Key, object] = {}
     for details in error.errors(include_url=False):
-        key = _present(model, details["loc"], data) if details["type"] != "missing" else tuple(details["loc"])
-        found.setdefault(dotted(key), []).append((key, details))
-    return [_problem(model, entries, data, where, variables) for entries in found.values()]
+        key, value = _locate(model, details["loc"], data)
+        found.setdefault(key, []).append(details)
+        values[key] = value
+    return [_problem(model, key, values[key], faults, where, variables) for key, faults in found.items()]
 
 
 def _problem(
     model: type[BaseModel],
-    entries: list[tuple[Key, ErrorDetails]],
-    data: dict[str, Any],
+    key: Key,
+    value: object,
+    faults: list[ErrorDetails],
     where: Callable[[Key], str | None],
     variables: bool,
 ) -> Problem:
-    key = entries[0][0]
-    name = dotted(key)
-    about = description_of(model, key)
-    if entries[0][1]["type"] == "missing":
+    name, about, first = dotted(key), description_of(model, key), faults[0]
+    if first["type"] == "missing":
         variable = ", or HYPHA_" + "__".join(str(part).upper() for part in key) if variables else ""
-        origin = (where(key[:-1]) if key[:-1] else None) or ""
         remedy = f"set {name} in the file{variable}" + (f". {about}" if about else "")
-        return Problem(origin, name, reason="is missing", remedy=remedy)
-    if entries[0][1]["type"] == "extra_forbidden":
-        return _unknown_key(model, tuple(entries[0][1]["loc"]), where(key) or "")
+        return Problem((where(key[:-1]) if key[:-1] else None) or "", name, reason="is missing", remedy=remedy)
+    origin = where(key)
+    if first["type"] == "extra_forbidden":
+        table = f" of [{dotted(key[:-1])}]" if key[:-1] else ""
+        return Problem(origin or "", name, reason=f"is not a key{table}", remedy=suggest_key(model, key))
     # leave out union branches that expect a table: they do not help a person who wrote a plain value
-    plain = [details for _, details in entries if details["type"] != "model_type"]
-    reasons = list(dict.fromkeys(map(_reason, plain or [details for _, details in entries])))
-    value = _shown(data, key) if key and where(key) else _ABSENT
-    return Problem(where(key) or "", name, value, "; or ".join(reasons), about)
-
-
-def _unknown_key(model: type[BaseModel], key: Key, where: str) -> Problem:
-    holder = annotation_at(model, key[:-1])
-    here = [name for table in table_types(holder) for name in fields_by_key(table)]
-    table = f" of [{dotted(key[:-1])}]" if key[:-1] else ""
-    return Problem(where, dotted(key), reason=f"is not a key{table}", remedy=suggest_key(str(key[-1]), model, here))
+    plain = [details for details in faults if details["type"] != "model_type"]
+    reasons = list(dict.fromkeys(map(_reason, plain or faults)))
+    is_shown = key and origin and not isinstance(value, dict)
+    shown = mask_secrets(value, name) if is_shown else _ABSENT
+    return Problem(origin or "", name, shown, "; or ".join(reasons), about)
 
 
 def _reason(details: ErrorDetails) -> str:
@@ -133,24 +126,17 @@ def _reason(details: ErrorDetails) -> str:
     return message[:1].lower() + message[1:] if message.startswith(("Input", "Extra", "Field")) else message
 
 
-def _present(model: type[BaseModel], location: Sequence[str | int], data: Any) -> Key:
-    """Return the part of pydantic's location that exists in the data or model: it also contains branches of unions."""
+def _locate(model: type[BaseModel], location: Sequence[str | int], data: Any) -> tuple[Key, object]:
+    """Return pydantic's location of an error without its names of branches of unions, and the value there."""
     key: Key = ()
     for part in location:
-        data = _inside(data, part)
-        if data is _ABSENT and (isinstance(part, int) or field_at(model, (*key, part)) is None):
-            break
-        key = (*key, part)
-    return key
+        inside = _inside(data, part)
+        if inside is not _ABSENT or (isinstance(part, str) and field_at(model, (*key, part)) is not None):
+            key, data = (*key, part), inside
+    return key, data
 
 
 def _inside(data: Any, part: str | int) -> Any:
     if isinstance(data, dict):
         return data.get(part, _ABSENT)
     return data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else _ABSENT
-
-
-def _shown(data: Any, key: Key) -> object:
-    for part in key:
-        data = _inside(data, part)
-    return _ABSENT if isinstance(data, dict) else mask_secrets(data, dotted(key))

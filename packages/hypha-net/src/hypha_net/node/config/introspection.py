@@ -105,8 +105,14 @@ def description_of(model: type[BaseModel], key: Key) -> str:
     return (info.description or "") if info is not None else ""
 
 
-def suggest_key(name: str, model: type[BaseModel], here: list[str]) -> str:
-    """Return a hint for an unknown key: a similar key here or in another table, or the list of known keys."""
+def suggest_key(model: type[BaseModel], key: Key) -> str:
+    """Return a hint for an unknown key: a similar key in its table or another one, or the list of known keys."""
+    tables = table_types(annotation_at(model, key[:-1])) or [model]
+    return suggest_name(str(key[-1]), model, [name for table in tables for name in fields_by_key(table)])
+
+
+def suggest_name(name: str, model: type[BaseModel], here: list[str]) -> str:
+    """Return a hint for an unknown key of a table that has the keys `here`, as `suggest_key` does."""
     if close := difflib.get_close_matches(name, here, n=1, cutoff=0.6):
         return f"did you mean {close[0]}?"
     paths = list(_paths(model))

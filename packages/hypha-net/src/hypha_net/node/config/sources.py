@@ -1,19 +1,17 @@
-"""Sources of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, each read into a `ConfigLayer` of plain values.
+"""Sources of a configuration: TOML, ``HYPHA_*``, ``OTEL_*`` and flags, merged into one tree of plain values.
 
-A source resolves what needs no other source: top-level keys written below a table header, unknown keys, relative paths,
-and text that must become a list or a table. Pydantic checks types after `loader` has merged the layers.
+A source resolves what needs no other source: top-level keys written below a table header, relative paths, and text that
+must become a list or a table. Pydantic checks types and unknown keys when `loader` has read all sources.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-
-from pydantic import BaseModel
 
 from hypha_net.node.config.errors import Problem
 from hypha_net.node.config.introspection import (
@@ -23,6 +21,7 @@ from hypha_net.node.config.introspection import (
     dotted,
     fields_by_key,
     item_types,
+    leaves,
     suggest_key,
     table_types,
     with_absolute_paths,
@@ -41,175 +40,173 @@ _OPEN_TELEMETRY: Final = {
     "OTEL_TRACES_SAMPLER": "telemetry_sampler",
     "OTEL_RESOURCE_ATTRIBUTES": "telemetry_attributes",
 }
+_PAIRS: Final = ("telemetry_headers", "telemetry_attributes")
 
 
 @dataclass(slots=True)
-class ConfigLayer:
-    """Values of one source, with the origin of each."""
+class ConfigSources:
+    """Values of the sources that were read so far; those of a later source override those of an earlier one."""
 
-    where: Callable[[Key], str]
-    """Describes the origin of the value at a key."""
+    model: type[NodeConfig]
     data: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    _origins: dict[Key, Callable[[Key], str]] = field(default_factory=dict)
+    """What describes the origin of each value, given its key."""
+
+    def add(self, values: Mapping[str, Any], where: Callable[[Key], str], folder: Path) -> None:
+        """Add values; tables are merged.
+
+        Args:
+            values: nested as in TOML.
+            where: describes the origin of the value at a key.
+            folder: relative paths among the values are relative to it.
+        """
+        resolved = with_absolute_paths(values, self.model, folder)
+        for key in _PAIRS:
+            if isinstance(text := resolved.get(key), str):
+                resolved[key] = _split_pairs(text)
+        self._merge(self.data, resolved, where, ())
+
+    def add_value(self, origin: str, key: Key, value: Any) -> None:
+        """Add the value of one key; relative paths are relative to the working directory."""
+        for part in reversed(key):
+            value = {part: value}
+        self.add(value, lambda _: origin, Path.cwd())
+
+    def _merge(self, below: dict[str, Any], above: Mapping[str, Any], where: Callable[[Key], str], at: Key) -> None:
+        for name, value in above.items():
+            key = (*at, name)
+            if isinstance(value, dict) and isinstance(below.get(name), dict):
+                self._merge(below[name], value, where, key)
+                continue
+            self._origins = {known: origin for known, origin in self._origins.items() if known[: len(key)] != key}
+            below[name] = value
+            self._origins |= dict.fromkeys((part for part, _ in leaves(value, key)), where)
+
+    def where(self, key: Key) -> str | None:
+        """Return the origin of the value at `key`, or of one inside or around it; None if no source sets it."""
+        for end in range(len(key), 0, -1):
+            for known, where in self._origins.items():
+                if known[:end] == key[:end]:
+                    return where(key)
+        return None
+
+    def origins(self) -> dict[str, str]:
+        """Return the origin of each value that a source sets, by its dotted key."""
+        return {dotted(key): where(key) for key, where in self._origins.items()}
 
 
-def read_toml_layer(model: type[NodeConfig], document: Document) -> ConfigLayer:
-    """Read the values of a TOML document; top-level keys written below a table header are moved to the top."""
-    hoisted: dict[str, Key] = {}
+def _split_pairs(text: str, *, decode: bool = False) -> dict[str, str] | str:
+    """Parse ``"k=v,k2=v2"`` into a table, so that sources merge by key; pydantic refuses malformed text."""
+    with suppress(ValueError):
+        return read_pairs(text, decode=decode)
+    return text
+
+
+def read_document(sources: ConfigSources, document: Document) -> None:
+    """Read a TOML document; top-level keys written below a table header are moved to the top."""
+    moved: dict[str, Key] = {}
 
     def where(key: Key) -> str:
-        return document.where((*hoisted[str(key[0])], *key[1:]) if key and key[0] in hoisted else key)
+        return document.where((*moved[str(key[0])], *key[1:]) if key and key[0] in moved else key)
 
-    layer = ConfigLayer(where)
-    _TomlReader(model, document, layer, hoisted).read()
-    layer.data = with_absolute_paths(layer.data, model, document.path.absolute().parent)
-    _split_pairs(layer.data)
-    return layer
-
-
-@dataclass(slots=True)
-class _TomlReader:
-    """Walks a document and its model in parallel."""
-
-    model: type[NodeConfig]
-    document: Document
-    layer: ConfigLayer
-    hoisted: dict[str, Key]
-
-    def read(self) -> None:
-        lifted: dict[str, Any] = {}
-        own = self._table(self.document.data, [self.model], (), lifted)
-        self.layer.data = {**lifted, **own}
-
-    def _table(self, data: dict[str, Any], models: list[type[BaseModel]], at: Key, lifted: dict[str, Any]) -> Any:
-        known: dict[str, list[Any]] = {}
-        for model in models:
-            for name, info in fields_by_key(model).items():
-                known.setdefault(name, []).append(info.annotation)
-        kept: dict[str, Any] = {}
-        for name, value in data.items():
-            if name in known:
-                kept[name] = self._value(value, known[name], (*at, name), lifted)
-            elif at and name in fields_by_key(self.model):
-                self._hoist(name, value, at, lifted)
-            else:
-                remedy = suggest_key(name, self.model, list(known))
-                self._problem((*at, name), f"is not a key{f' of [{dotted(at)}]' if at else ''}", remedy)
-        return kept
-
-    def _value(self, value: Any, annotations: list[Any], at: Key, lifted: dict[str, Any]) -> Any:
-        if isinstance(value, dict) and not any(map(allows_any_key, annotations)):
-            models = [table for annotation in annotations for table in table_types(annotation)]
-            return self._table(value, models, at, lifted) if models else value
-        if isinstance(value, list):
-            inner = [item for annotation in annotations for item in item_types(annotation)]
-            return (
-                [self._value(part, inner, (*at, index), lifted) for index, part in enumerate(value)] if inner else value
+    for table, key in list(_misplaced(sources.model, document.data)):
+        name = str(key[-1])
+        value = table.pop(name)
+        if name in document.data:
+            reason = f"is set here and at {where((name,))}"
+            problem = Problem(
+                document.where(key), dotted(key), reason=reason, remedy="keep one, above the first [table]"
             )
-        return value
-
-    def _hoist(self, name: str, value: Any, at: Key, lifted: dict[str, Any]) -> None:
-        if name in self.document.data or name in lifted:
-            other = self.document.where(self.hoisted.get(name, (name,)))
-            self._problem((*at, name), f"is set here and at {other}", "keep one, above the first [table]")
-            return
-        self.hoisted[name] = (*at, name)
-        lifted[name] = self._value(value, [fields_by_key(self.model)[name].annotation], (*at, name), lifted)
-        self.layer.warnings.append(
-            f"{self.document.where((*at, name))}: {name} stands under [{dotted(at, indices=False)}] and is taken as a "
+            sources.problems.append(problem)
+            continue
+        document.data[name], moved[name] = value, key
+        sources.warnings.append(
+            f"{document.where(key)}: {name} stands under [{dotted(key[:-1], indices=False)}] and is taken as a "
             "top-level key; write it above the first [table]"
         )
-
-    def _problem(self, key: Key, reason: str, remedy: str) -> None:
-        self.layer.problems.append(Problem(self.document.where(key), dotted(key), reason=reason, remedy=remedy))
+    sources.add(document.data, where, document.path.absolute().parent)
 
 
-def read_environment(model: type[NodeConfig], env: Mapping[str, str]) -> ConfigLayer:
+def _misplaced(model: type[NodeConfig], value: Any, at: Key = ()) -> Iterator[tuple[dict[str, Any], Key]]:
+    """Yield each key that only the top level has and that is below a table header, and the table that it is in."""
+    if isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from _misplaced(model, part, (*at, index))
+    kind = annotation_at(model, at)
+    if not isinstance(value, dict) or not table_types(kind) or allows_any_key(kind):
+        return
+    for name, part in value.items():
+        if at and name in fields_by_key(model) and annotation_at(model, (*at, name)) is None:
+            yield value, (*at, name)
+        else:
+            yield from _misplaced(model, part, (*at, name))
+
+
+def read_environment(sources: ConfigSources, env: Mapping[str, str]) -> None:
     """Read ``HYPHA_*``; two underscores enter a table. An unknown variable, perhaps another program's, is a warning."""
-    names: dict[Key, str] = {}
-    layer = ConfigLayer(lambda key: _origin(names, key))
-    for name in sorted(env):
-        if not name.startswith(PREFIX):
-            continue
-        key = tuple(name.removeprefix(PREFIX).lower().split("__"))
-        if _has_key(model, key):
-            names[key] = name
-            _set(model, layer, key, env[name], name)
-        else:
-            layer.warnings.append(f"{name} is not a key of this program: {_suggest(model, key)}")
-    return _finish(model, layer)
+    names = sorted(name for name in env if name.startswith(PREFIX))
+    given = ((name, tuple(name.removeprefix(PREFIX).lower().split("__")), env[name]) for name in names)
+    for name, remedy in _read_each(sources, given).items():
+        sources.warnings.append(f"{name} is not a key of this program: {remedy}")
 
 
-def read_flags(model: type[NodeConfig], flags: Mapping[str, object]) -> ConfigLayer:
+def read_flags(sources: ConfigSources, flags: Mapping[str, object]) -> None:
     """Read dotted keys from the command line."""
-    layer = ConfigLayer(lambda key: f"--set {dotted(key)}")
-    for name, value in flags.items():
-        key = tuple(name.split("."))
-        if _has_key(model, key):
-            _set(model, layer, key, value, f"--set {name}")
-        else:
-            layer.problems.append(Problem(f"--set {name}", reason="is not a key", remedy=_suggest(model, key)))
-    return _finish(model, layer)
+    given = ((f"--set {name}", tuple(name.split(".")), value) for name, value in flags.items())
+    for flag, remedy in _read_each(sources, given).items():
+        sources.problems.append(Problem(flag, reason="is not a key", remedy=remedy))
 
 
-def read_open_telemetry(env: Mapping[str, str]) -> ConfigLayer:
+def read_open_telemetry(sources: ConfigSources, env: Mapping[str, str]) -> None:
     """Read the standard ``OTEL_*`` variables that correspond to a key; an empty one counts as not set.
 
     See https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/.
     """
-    names: dict[Key, str] = {}
-    layer = ConfigLayer(lambda key: _origin(names, key))
+    given = {name: text for name, value in env.items() if (text := value.strip())}
     for name, key in _OPEN_TELEMETRY.items():
-        if text := env.get(name, "").strip():
-            layer.data[key] = text
-            names[(key,)] = name
-    if (ratio := env.get("OTEL_TRACES_SAMPLER_ARG", "").strip()) and "ratio" in env.get("OTEL_TRACES_SAMPLER", ""):
-        layer.data["telemetry_sample_ratio"] = ratio
-        names[("telemetry_sample_ratio",)] = "OTEL_TRACES_SAMPLER_ARG"
-    _split_pairs(layer.data, decode=True)
-    if service := env.get("OTEL_SERVICE_NAME", "").strip():
-        if isinstance(layer.data.setdefault("telemetry_attributes", {}), dict):
-            layer.data["telemetry_attributes"]["service.name"] = service
-        names[("telemetry_attributes", "service.name")] = "OTEL_SERVICE_NAME"
-    layer.problems += [Problem(name, reason=reason, remedy=remedy) for name, reason, remedy in invalid_variables(env)]
-    return layer
-
-
-def _origin(names: Mapping[Key, str], key: Key) -> str:
-    return next((names[key[:end]] for end in range(len(key), 0, -1) if key[:end] in names), dotted(key))
+        if name in given:
+            value = _split_pairs(given[name], decode=True) if key in _PAIRS else given[name]
+            sources.add_value(name, (key,), value)
+    if "OTEL_TRACES_SAMPLER_ARG" in given and "ratio" in given.get("OTEL_TRACES_SAMPLER", ""):
+        sources.add_value("OTEL_TRACES_SAMPLER_ARG", ("telemetry_sample_ratio",), given["OTEL_TRACES_SAMPLER_ARG"])
+    if "OTEL_SERVICE_NAME" in given and isinstance(sources.data.get("telemetry_attributes", {}), dict):
+        service = given["OTEL_SERVICE_NAME"]
+        sources.add_value("OTEL_SERVICE_NAME", ("telemetry_attributes", "service.name"), service)
+    sources.problems += [Problem(name, reason=reason, remedy=remedy) for name, reason, remedy in invalid_variables(env)]
 
 
 def _has_key(model: type[NodeConfig], key: Key) -> bool:
     """Return whether the model has this key, or a table with arbitrary keys that contains it."""
     if annotation_at(model, key) is not None:
         return True
-    return any(
-        (found := annotation_at(model, key[:end])) is not None and allows_any_key(found) for end in range(1, len(key))
-    )
+    return any(allows_any_key(annotation_at(model, key[:end])) for end in range(1, len(key)))
 
 
-def _suggest(model: type[NodeConfig], key: Key) -> str:
-    holder = annotation_at(model, key[:-1])
-    here = [name for table in table_types(holder) for name in fields_by_key(table)] or list(fields_by_key(model))
-    return suggest_key(str(key[-1]), model, here)
-
-
-def _set(model: type[NodeConfig], layer: ConfigLayer, key: Key, value: object, origin: str) -> None:
-    try:
-        parsed = _parse(value, annotation_at(model, key)) if isinstance(value, str) else value
-    except ValueError as error:
-        shown = "***" if is_secret(dotted(key)) else value
-        layer.problems.append(Problem(origin, dotted(key), shown, f"cannot be read: {error}", "write JSON or TOML"))
-        return
-    table = layer.data
-    for at, part in enumerate(key[:-1], 1):
-        table = table.setdefault(str(part), {})
-        if not isinstance(table, dict):
-            reason = f"sets a part of {dotted(key[:at])}, which is set to another value"
-            layer.problems.append(Problem(origin, reason=reason, remedy="keep one of the two"))
-            return
-    table[str(key[-1])] = parsed
+def _read_each(sources: ConfigSources, given: Iterable[tuple[str, Key, object]]) -> dict[str, str]:
+    """Add values of single keys, each with its origin, as text or typed; return a remedy for each unknown key."""
+    read: dict[Key, Any] = {}
+    unknown: dict[str, str] = {}
+    for origin, key, value in given:
+        if not _has_key(sources.model, key):
+            unknown[origin] = suggest_key(sources.model, key)
+            continue
+        try:
+            parsed = _parse(value, annotation_at(sources.model, key)) if isinstance(value, str) else value
+        except ValueError as error:
+            shown = "***" if is_secret(dotted(key)) else value
+            problem = Problem(origin, dotted(key), shown, f"cannot be read: {error}", "write JSON or TOML")
+            sources.problems.append(problem)
+            continue
+        around = [key[:end] for end in range(1, len(key)) if not isinstance(read.get(key[:end], {}), dict)]
+        if around:
+            reason = f"sets a part of {dotted(around[0])}, which is set to another value"
+            sources.problems.append(Problem(origin, reason=reason, remedy="keep one of the two"))
+            continue
+        read[key] = parsed
+        sources.add_value(origin, key, parsed)
+    return unknown
 
 
 def _parse(text: str, annotation: Any) -> Any:
@@ -236,17 +233,3 @@ def _parse_structured(text: str) -> Any:
         raise ValueError("values are nested too deeply") from None
     check_depth(value)
     return value
-
-
-def _finish(model: type[NodeConfig], layer: ConfigLayer) -> ConfigLayer:
-    layer.data = with_absolute_paths(layer.data, model, Path.cwd())
-    _split_pairs(layer.data)
-    return layer
-
-
-def _split_pairs(data: dict[str, Any], *, decode: bool = False) -> None:
-    """Parse ``"k=v,k2=v2"`` into tables so that layers merge by key; leave malformed text for pydantic to refuse."""
-    for key in ("telemetry_headers", "telemetry_attributes"):
-        if isinstance(text := data.get(key), str):
-            with suppress(ValueError):
-                data[key] = read_pairs(text, decode=decode)
