@@ -10,21 +10,20 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hypha_proto.bridge_api import BridgeErrorBody
 from hypha_proto.codec import to_json
-from hypha_worker.bridge.unix_socket import peer_pid
+from hypha_worker.bridge.unix_socket import BACKLOG, peer_pid
 
 _log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
 """Connections of one job, idle ones included; a further one is answered with 503 and closed."""
-_ACCEPT_PAUSE: Final = 1.0
-"""Seconds until the next attempt after this process has run out of file descriptors."""
 _SHUTDOWN_GRACE: Final = 1
 """Seconds that requests get to finish when the bridge closes."""
 _DISCONNECT_STEPS: Final = 5
@@ -32,96 +31,23 @@ _DISCONNECT_STEPS: Final = 5
 
 
 class _Connection(H11Protocol):
-    """One connection; tells when it is closed."""
+    """One connection; it is refused if it is one too many, or not of the job."""
 
-    def __init__(self, on_closed: Callable[[], None], **arguments: Any) -> None:
+    def __init__(self, is_foreign: Callable[[socket.socket], bool], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._on_closed = on_closed
+        self._is_foreign = is_foreign
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol.connection_lost`."""
-        super().connection_lost(exc)
-        self._on_closed()
-
-
-class _Listener:
-    """Accepts connections one by one, so that there are never more than the limit and one.
-
-    asyncio accepts as many at once as its backlog holds, which a process of the job may fill within a moment.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        make_protocol: Callable[[Callable[[], None]], H11Protocol],
-        is_own: Callable[[int], bool],
-    ) -> None:
-        self._listener = listener
-        self._make_protocol = make_protocol
-        self._is_own = is_own
-        self._has_refused = False
-        self._loop = asyncio.get_running_loop()
-        self._open = 0
-        self._accepting: set[asyncio.Task[Any]] = set()
-        self._is_closed = False
-        listener.setblocking(False)
-        self._start()
-
-    def close(self) -> None:
-        """Accept no further connection."""
-        self._is_closed = True
-        self._loop.remove_reader(self._listener)
-
-    def _start(self) -> None:
-        if not self._is_closed:
-            self._loop.add_reader(self._listener, self._accept)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            _log.error("the bridge of a job cannot accept a connection, trying again in %g s: %s", _ACCEPT_PAUSE, error)
-            self._loop.remove_reader(self._listener)
-            self._loop.call_later(_ACCEPT_PAUSE, self._start)
-            return
-        connection.setblocking(False)
-        pid = peer_pid(connection)
-        if pid is not None and not self._is_own(pid):
-            self._log_foreign(pid)
-            _refuse(connection, _FOREIGN)
-            return
-        if self._open >= MAX_CONNECTIONS:
-            _refuse(connection, _TOO_MANY)
-            return
-        self._open += 1
-        task = self._loop.create_task(self._connect(connection))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
-
-    async def _connect(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: self._make_protocol(self._on_closed), connection)
-        except BaseException as error:
-            self._on_closed()
-            connection.close()
-            if not isinstance(error, OSError):  # else the client has gone
-                raise
-
-    def _log_foreign(self, pid: int) -> None:
-        if not self._has_refused:
-            self._has_refused = True
-            _log.warning("process %d is refused at the bridge of a job that it does not belong to", pid)
-
-    def _on_closed(self) -> None:
-        self._open -= 1
-
-
-def _refuse(connection: socket.socket, answer: bytes) -> None:
-    """Answer and close a connection. A new connection's buffer holds the answer."""
-    with connection, suppress(OSError):
-        connection.send(answer)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol.connection_made`. A new connection's buffer holds the refusal."""
+        refusal = None
+        if self._is_foreign(transport.get_extra_info("socket")):
+            refusal = _FOREIGN
+        elif len(self.connections) >= MAX_CONNECTIONS:
+            refusal = _TOO_MANY
+        super().connection_made(transport)
+        if refusal is not None:
+            transport.write(refusal)
+            transport.close()
 
 
 def _error_response(status: str, kind: str, detail: str) -> bytes:
@@ -162,7 +88,7 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=cast(Any, partial(_Connection, self._is_foreign)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -170,19 +96,32 @@ class HttpServer(uvicorn.Server):
             date_header=False,
             timeout_graceful_shutdown=_SHUTDOWN_GRACE,
             timeout_keep_alive=3600,
+            backlog=1,
         )
         super().__init__(config)
         self._told_to_end: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._is_own = is_own
-        self._listeners: list[_Listener] = []
+        self._has_refused = False
+
+    def _is_foreign(self, connection: socket.socket) -> bool:
+        """Return whether a process that is not the job's has connected; log the first one."""
+        pid = peer_pid(connection)
+        if pid is None or self._is_own(pid):
+            return False
+        if not self._has_refused:
+            self._has_refused = True
+            _log.warning("process %d is refused at the bridge of a job that it does not belong to", pid)
+        return True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to accept connections at listening sockets."""
-        await super().startup(sockets=[])
-        self._listeners = [_Listener(each, self._make_protocol, self._is_own) for each in sockets or ()]
+        """Begin to accept connections at listening sockets.
 
-    def _make_protocol(self, on_closed: Callable[[], None]) -> H11Protocol:
-        return _Connection(on_closed, config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        asyncio accepts as many at once as `backlog` says, which a process of the job may fill within a moment: 1 keeps
+        the number of open connections near the limit. The kernel keeps more of them, as before.
+        """
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     def end(self) -> None:
         """Let `run` end, from any thread; also before it has begun."""
@@ -202,8 +141,8 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening; if clients are still connected, give them a moment, then close their connections."""
-        for listener in self._listeners:
-            listener.close()
+        for server in self.servers:
+            server.close()
         for _ in range(_DISCONNECT_STEPS):
             if not self.server_state.connections:
                 break

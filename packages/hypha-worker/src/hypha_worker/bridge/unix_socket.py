@@ -25,7 +25,7 @@ SOCKET_NAME: Final = "bridge.sock"
 """Name of the socket, or of the link to it, in the job's folder."""
 _CREDENTIALS: Final = struct.Struct("3i")
 """``struct ucred`` of unix(7): process, user and group."""
-_BACKLOG: Final = 1024
+BACKLOG: Final = 1024
 """Connections that the kernel keeps until they are accepted; with more, a client that does not block gets an error."""
 
 
@@ -99,7 +99,7 @@ def _listen(listener: socket.socket, place: SocketPlace) -> None:
     try:
         listener.bind(str(place.path))
         place.path.chmod(0o600)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         if place.link is not None:
             place.link.symlink_to(place.path)
     except OSError as error:
