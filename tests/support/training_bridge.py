@@ -39,9 +39,9 @@ from hypha_proto.resources import Resources
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import BridgeBackend
+from hypha_worker.bridge.receive_queue import PendingFile
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.training import TrainingBridge
-from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.bridge.unix_socket import SocketPlace
 from hypha_worker.connectors.access_policy import AccessPolicy
 from hypha_worker.connectors.scheduler_contact import SchedulerContact

@@ -43,8 +43,7 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OTHER_FILE, OUTER_UPDATE, PushHeader
-from hypha_worker.bridge.receive_queue import QUEUE_LIMIT
-from hypha_worker.bridge.uncommitted_updates import PendingFile
+from hypha_worker.bridge.receive_queue import QUEUE_LIMIT, PendingFile
 from hypha_worker.errors import BridgeError
 from hypha_worker.tasks.spec_references import named_peers, with_secrets, without_secrets
 

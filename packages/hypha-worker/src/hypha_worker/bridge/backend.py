@@ -33,8 +33,8 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, Reference, SchedulerReference
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
+from hypha_worker.bridge.receive_queue import PendingFile
 from hypha_worker.bridge.training import TrainingBridge
-from hypha_worker.bridge.uncommitted_updates import PendingFile
 from hypha_worker.connectors.assigned_slices import AssignedSlices
 from hypha_worker.connectors.peer_files import fetched_file
 from hypha_worker.errors import (

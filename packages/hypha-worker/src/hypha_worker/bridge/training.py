@@ -31,13 +31,12 @@ from hypha_proto.training_reports import (
     TrainingReport,
     UpdateMerged,
 )
-from hypha_proto.transfer import OUTER_UPDATE, PSEUDO_GRADIENT, PushHeader
+from hypha_proto.transfer import PSEUDO_GRADIENT, PushHeader
 from hypha_worker.bridge.current_server import CurrentServer
 from hypha_worker.bridge.receive_queue import ReceiveQueue
 from hypha_worker.bridge.round_commits import RoundClient, check_contribution
 from hypha_worker.bridge.server_changes import ServerChanges
 from hypha_worker.bridge.training_reports import TrainingReports
-from hypha_worker.bridge.uncommitted_updates import UncommittedUpdates
 from hypha_worker.bridge.update_sender import UpdateSender
 from hypha_worker.connectors.assigned_slices import AssignedSlices
 from hypha_worker.connectors.peer_files import WantedFile
@@ -78,13 +77,13 @@ class TrainingBridge:
         self.server = CurrentServer(config)
         self._commits = RoundClient(context.attempt, context.contact)
         self.queue = ReceiveQueue(
-            work_dir=context.work_dir,
             senders=reference_peers([config.results]),
             peers=named_peers(context.spec),
             storage=context.storage,
-            kind=OUTER_UPDATE,
+            commits=None if config.term is None else self._commits,
+            term=config.term or 0,
+            begins=None if self._joins else 0,
             on_disk_error=on_disk_error,
-            uncommitted=self._uncommitted_updates(),
         )
         self.updates = UpdateSender(self._files, self.server, waits=self._joins)
         takes_batches = self.server.term is not None  # other strategies answer each batch
@@ -99,13 +98,6 @@ class TrainingBridge:
         """Round of the next file of each kind, for executors that name none."""
         self._recorded = (0, 0)
         """Round of the last batches that were reported several at once, and their number in it."""
-
-    def _uncommitted_updates(self) -> UncommittedUpdates | None:
-        """Return what keeps outer updates until they are committed; None if the scheduler commits none."""
-        config = self._config
-        if config.term is None:
-            return None
-        return UncommittedUpdates(self._commits, config.term, joins=bool(config.join))
 
     @property
     def _joins(self) -> bool:
@@ -225,7 +217,7 @@ class TrainingBridge:
         why = f"the scheduler does not accept the update of round {number}: {answer.reason}"
         if not answer.rejoin or not self._has_joined:
             raise update_refused(why)
-        self.queue.leave()
+        self.queue.join(None)
         raise round_closed(f"{why}; ask /rounds/join with which round to begin")
 
     async def pull_outer_update(self, address: SliceAddress, target: Path, digest: str) -> transfer.PullResult:
@@ -246,7 +238,7 @@ class TrainingBridge:
         self._has_joined = True
         self._recorded = (0, 0)
         self.updates.forget()
-        self.queue.leave()
+        self.queue.join(None)
         with instrumentation.span("join round", parent=self.context.traceparent):
             answer = await self._commits.join()
         if answer.round is None:
