@@ -6,16 +6,13 @@ Only jobs whose `TrainConfig` has a `term` ask.
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import anyio
-
-from hypha_net import retries, rpc
-from hypha_net.errors import MessageTooLargeError, NetError
+from hypha_net import retries
+from hypha_net.errors import NetError
 from hypha_proto.attempt_id import AttemptId
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
@@ -33,8 +30,6 @@ from hypha_proto.job_membership import JOIN_ROUND, JoinRound, RoundToJoin
 from hypha_proto.protocols import RpcMethod
 from hypha_worker.connectors.scheduler_contact import SchedulerContact
 from hypha_worker.errors import bad_request, to_bridge_error
-
-_log = logging.getLogger(__name__)
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
@@ -99,22 +94,12 @@ class RoundClient:
 
     async def _ask(self, method: RpcMethod[Req, Resp], request: Req) -> Resp:
         """Repeat a request until it is answered."""
-        failures = 0
-        while True:
-            is_confirmed = self.contact.is_confirmed  # as it is asked
-            try:
-                answer = await rpc.call(self.contact.endpoint, self.contact.scheduler, method, request, timeout=TIMEOUT)
-                if is_confirmed or not _is_refusal(answer):
-                    return answer
-                why = "the scheduler has not taken up the job yet"
-            except MessageTooLargeError as error:
-                raise to_bridge_error(error) from error
-            except NetError as error:
-                why = str(error)
-            pause = retries.ROUND.pause(failures)
-            _log.info("%s of job %s is repeated in %.1f s: %s", method.variant, self.attempt.job_id, pause, why)
-            await anyio.sleep(pause)
-            failures += 1
+        try:
+            return await self.contact.call(
+                method, request, is_refusal=_is_refusal, timeout=TIMEOUT, policy=retries.ROUND
+            )
+        except NetError as error:
+            raise to_bridge_error(error) from error
 
 
 def _is_refusal(answer: object) -> bool:

@@ -1,7 +1,7 @@
 """A job's contact with its scheduler, which may be gone for a while: requests that wait for it, and redials.
 
-Made by `tasks.task_run` for each attempt, and used by whatever a task asks its scheduler: `bridge.training` and the
-parameter server. A task that was started without a grace waits as long as `retries.REPORT` says.
+Made by `tasks.task_run` for each attempt, and used by whatever a task asks its scheduler: its bridge and the parameter
+server. A task that was started without a grace waits as long as `retries.REPORT` says.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import anyio
 
 from hypha_net import retries, rpc
 from hypha_net.endpoint import Endpoint
-from hypha_net.errors import NetError, TransferRefusedError, UnsupportedProtocolError
+from hypha_net.errors import MessageTooLargeError, NetError, TransferRefusedError, UnsupportedProtocolError
 from hypha_net.events import Disconnected
 from hypha_net.retries import RetryPolicy
 from hypha_proto.ids import PeerId
@@ -67,7 +67,8 @@ class SchedulerContact:
             request: the message.
             is_refusal: returns whether an answer refuses the request because of the state of the job.
             timeout: seconds of one attempt.
-            policy: how often it is tried again without an outage, and after one.
+            policy: how often it is tried again without an outage, and after one; if it repeats, only a message that is
+                too large is an error.
 
         Raises:
             NetError: the error of the last attempt.
@@ -83,8 +84,10 @@ class SchedulerContact:
                 problem = "it has not taken up the job yet"
             except NetError as error:
                 failures = failures + 1 if self._is_over() else 0
-                is_final = isinstance(error, (TransferRefusedError, UnsupportedProtocolError))
-                if failures > policy.times or (is_final and self.is_settled):
+                if isinstance(error, MessageTooLargeError):
+                    raise
+                is_final = isinstance(error, (TransferRefusedError, UnsupportedProtocolError)) and self.is_settled
+                if not policy.repeats and (is_final or failures > policy.times):
                     raise
                 problem = str(error)
             pause = policy.pause(failures - 1) if failures else retries.OUTAGE.pause(attempts)
