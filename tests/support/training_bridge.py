@@ -15,7 +15,7 @@ import httpx
 from hypha_net import rpc, transfer
 from hypha_net.testing import MemoryEndpoint, MemoryNetwork
 from hypha_proto.attempt_id import AttemptId
-from hypha_proto.bridge_api import Transfer
+from hypha_proto.bridge_api import ReceivedFile, Transfer
 from hypha_proto.commands import ChangeServer, CommandAnswer
 from hypha_proto.contributions import (
     AWAIT_COMMIT,
@@ -39,7 +39,6 @@ from hypha_proto.resources import Resources
 from hypha_proto.tasks import StoredOutput, TaskProgress, TaskSpec
 from hypha_proto.transfer import OUTER_UPDATE, PullRequest, PushHeader, Refusal
 from hypha_worker.bridge.backend import BridgeBackend
-from hypha_worker.bridge.receive_queue import PendingFile
 from hypha_worker.bridge.server import open_bridge
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.bridge.unix_socket import SocketPlace
@@ -185,15 +184,11 @@ class Rounds:
         await transfer.push(sender, self.worker.peer_id, content, header)
         return digest
 
-    async def next_file(self) -> PendingFile:
-        file = await self.training.queue.next_file(lambda: self.training.server.senders)
-        assert file is not None
-        return file
-
-    def claim(self, file: PendingFile) -> Any:
-        claimed = self.training.queue.claim(file, self.context.storage.files.make_folder("received"))
-        assert claimed is not None
-        return claimed
+    async def receive(self) -> ReceivedFile:
+        """Receive a file as an executor does."""
+        received = await self.training.queue.receive(lambda: self.training.server.senders, "received")
+        assert received is not None
+        return received
 
     def waiting_files(self) -> int:
         staging = self.context.storage.files.staging

@@ -71,9 +71,7 @@ class Job:
         if self.pushed == self.claimed:
             await self._push()
         wanted = Transfer(reference=self._peers, path=folder)
-        pending = await self.backend.next_pending_file(wanted)
-        assert pending is not None
-        await self.backend.claim_file(wanted, pending)
+        assert await self.backend.receive(wanted) is not None
         self.claimed += 1
 
     async def _push(self) -> None:

@@ -20,7 +20,7 @@ from hypha_net import retries, rpc, transfer
 from hypha_net.errors import TransferRefusedError
 from hypha_net.retries import RetryPolicy
 from hypha_net.testing import MemoryEndpoint
-from hypha_proto.bridge_api import ASSIGNED, ROUND_CLOSED, RoundJoined, Transfer
+from hypha_proto.bridge_api import ASSIGNED, ROUND_CLOSED, ReceivedFile, RoundJoined, Transfer
 from hypha_proto.codec import to_plain
 from hypha_proto.commands import ChangeServer
 from hypha_proto.contributions import (
@@ -43,7 +43,7 @@ from hypha_proto.job_spec import (
 )
 from hypha_proto.tasks import TaskSpec
 from hypha_proto.transfer import NO_JOB, NO_ROOM, OTHER_FILE, OUTER_UPDATE, PushHeader
-from hypha_worker.bridge.receive_queue import QUEUE_LIMIT, PendingFile
+from hypha_worker.bridge.receive_queue import QUEUE_LIMIT
 from hypha_worker.errors import BridgeError
 from hypha_worker.tasks.spec_references import named_peers, with_secrets, without_secrets
 
@@ -154,7 +154,7 @@ async def test_jobs_without_terms_have_no_commits(in_rounds: InRounds) -> None:
         assert isinstance(header, PushHeader)
         assert header.term is header.contribution is None
         await rounds.push()
-        claimed = rounds.claim(await rounds.next_file())
+        claimed = await rounds.receive()
         assert (claimed.round, claimed.weights) == (1, None)
 
 
@@ -213,17 +213,17 @@ async def test_an_outer_update_is_handed_over_when_it_is_committed(in_rounds: In
         digest = await rounds.push()
         await rounds.until_asked(2)  # not committed yet: asked again
         assert rounds.waiting_files() == 1
-        got: list[PendingFile] = []
+        got: list[ReceivedFile] = []
 
         async def wait() -> None:
-            got.append(await rounds.next_file())
+            got.append(await rounds.receive())
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
             await rounds.until_asked(4)
             assert got == []
             rounds.commit(digest, CommitStatus(committed=True, weights=NEW_WEIGHTS))
-        claimed = rounds.claim(got[0])
+        [claimed] = got
         assert (claimed.round, claimed.kind, claimed.weights) == (1, OUTER_UPDATE, NEW_WEIGHTS)
         assert (rounds.work_dir / claimed.path).read_bytes() == b"outer"
         assert rounds.waiting_files() == 0
@@ -239,7 +239,7 @@ async def test_an_outer_update_that_is_never_committed_is_deleted(
         await rounds.until_asked(2)
         rounds.commit(wrong, CommitStatus(committed=False, reason="round 1 has another outer update"))
         rounds.commit(right, CommitStatus(committed=True))
-        claimed = rounds.claim(await rounds.next_file())
+        claimed = await rounds.receive()
         assert (rounds.work_dir / claimed.path).read_bytes() == b"right"
         while rounds.waiting_files():
             await anyio.lowlevel.checkpoint()
@@ -247,7 +247,7 @@ async def test_an_outer_update_that_is_never_committed_is_deleted(
         assert "is not committed: round 1 has another outer update" in caplog.text
         rounds.commit(wrong, CommitStatus(committed=True))  # a later parameter server computes the same
         await rounds.push(b"wrong")
-        rounds.claim(await rounds.next_file())
+        await rounds.receive()
 
 
 async def test_other_deliveries_do_not_wait_for_a_commit(in_rounds: InRounds) -> None:
@@ -255,10 +255,10 @@ async def test_other_deliveries_do_not_wait_for_a_commit(in_rounds: InRounds) ->
         await rounds.push(b"first", 1)
         await rounds.until_asked(1)
         await rounds.push(b"other", kind=OTHER_FILE)
-        assert rounds.claim(await rounds.next_file()).kind == OTHER_FILE
+        assert (await rounds.receive()).kind == OTHER_FILE
         second = await rounds.push(b"second", 2)
         rounds.commit(second, CommitStatus(committed=True))
-        assert rounds.claim(await rounds.next_file()).round == 2
+        assert (await rounds.receive()).round == 2
         assert rounds.waiting_files() == 1
 
 
@@ -277,12 +277,12 @@ async def test_an_outer_update_that_is_pushed_again_is_handed_over_once(in_round
         await rounds.push(name="the same under another name")
         assert rounds.waiting_files() == 1
         rounds.commit(digest, CommitStatus(committed=True))
-        rounds.claim(await rounds.next_file())
+        await rounds.receive()
         asked = len(rounds.got(AwaitCommit))
         await rounds.push()
         other = await rounds.push(b"next", 2)
         rounds.commit(other, CommitStatus(committed=True))
-        assert rounds.claim(await rounds.next_file()).round == 2
+        assert (await rounds.receive()).round == 2
         assert {question.update for question in rounds.got(AwaitCommit)[asked:]} == {other}
 
 
@@ -438,11 +438,11 @@ async def test_outer_updates_before_the_joined_round_do_not_wait_for_the_executo
         with pytest.raises(TransferRefusedError, match="does not take part in round 3"):
             await rounds.push(b"three", 3)
         rounds.commit(await rounds.push(b"four", 4), CommitStatus(committed=True))
-        assert (await rounds.next_file()).header.round == 4
+        await anyio.wait_all_tasks_blocked()  # it is committed, and waits for the executor
         await joined(rounds, 6)
         assert rounds.waiting_files() == 0
         rounds.commit(await rounds.push(b"six", 6), CommitStatus(committed=True))
-        assert rounds.claim(await rounds.next_file()).round == 6
+        assert (await rounds.receive()).round == 6
 
 
 async def test_an_outer_update_that_waits_for_its_commit_is_dropped_when_the_executor_begins_anew(
@@ -455,7 +455,7 @@ async def test_an_outer_update_that_waits_for_its_commit_is_dropped_when_the_exe
         await joined(rounds, 2)
         rounds.commit(digest, CommitStatus(committed=True))
         rounds.commit(await rounds.push(b"two", 2), CommitStatus(committed=True))
-        assert rounds.claim(await rounds.next_file()).round == 2
+        assert (await rounds.receive()).round == 2
         assert rounds.waiting_files() == 0
 
 
@@ -466,7 +466,7 @@ async def test_an_executor_that_does_not_ask_takes_outer_updates_from_its_first_
             await rounds.push(b"three", 3)
         await rounds.backend.fetch(Transfer(rounds.config.data, "slices"))
         rounds.commit(await rounds.push(b"three", 3), CommitStatus(committed=True))
-        assert rounds.claim(await rounds.next_file()).round == 3
+        assert (await rounds.receive()).round == 3
 
 
 # --------------------------------------------------------------------------------------------------------- closed round
@@ -518,9 +518,9 @@ async def test_later_updates_go_to_the_new_parameter_server_and_outer_updates_co
             await rounds.push(b"old", 1, term=2, sender=second)
         rounds.commit(await rounds.push(b"new", 1, term=3, sender=second), CommitStatus(committed=True))
         wanted = Transfer(rounds.config.results, "received")
-        pending = await rounds.backend.next_pending_file(wanted)  # the executor names the server that it knows
-        assert pending is not None
-        assert rounds.claim(pending).from_peer == second.peer_id
+        received = await rounds.backend.receive(wanted)  # the executor names the server that it knows
+        assert received is not None
+        assert received.from_peer == second.peer_id
 
 
 async def test_a_delivered_update_of_the_open_round_is_sent_to_the_new_parameter_server(in_joined: InRounds) -> None:
@@ -595,7 +595,7 @@ async def test_an_outer_update_that_was_not_delivered_is_pulled_from_the_schedul
         _, digest = await transfer.describe(b"outer of 1")
         rounds.commits[digest] = CommitStatus(committed=True, weights=NEW_WEIGHTS)
         assert rounds.change_server(second, 3, 2, update=digest, outer_update=OUTER).accepted
-        claimed = rounds.claim(await rounds.next_file())
+        claimed = await rounds.receive()
         assert (claimed.round, claimed.kind, claimed.weights) == (1, "outer-update", NEW_WEIGHTS)
         assert (rounds.work_dir / claimed.path).read_bytes() == b"outer of 1"
         assert rounds.waiting_files() == 0
@@ -605,13 +605,13 @@ async def test_an_outer_update_that_has_arrived_or_is_not_wanted_is_not_pulled(i
     async with in_two_servers(in_joined) as (rounds, second):
         digest = await rounds.push(b"outer of 1", 1)
         rounds.commit(digest, CommitStatus(committed=True))
-        rounds.claim(await rounds.next_file())
+        await rounds.receive()
         rounds.change_server(second, 3, 2, update=digest, outer_update=OUTER)
         await joined(rounds, 5)
         other = f"blake3:{5:064x}"
         rounds.change_server(rounds.server, 4, 5, update=other, outer_update=OUTER)
         rounds.commit(await rounds.push(b"outer of 5", 5, term=4), CommitStatus(committed=True))
-        assert rounds.claim(await rounds.next_file()).round == 5
+        assert (await rounds.receive()).round == 5
         assert rounds.pulled == []
         assert other not in {question.update for question in rounds.got(AwaitCommit)}
 

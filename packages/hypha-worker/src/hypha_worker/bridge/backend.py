@@ -33,7 +33,6 @@ from hypha_proto.ids import PeerId
 from hypha_proto.job_spec import PeersReference, Reference, SchedulerReference
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
-from hypha_worker.bridge.receive_queue import PendingFile
 from hypha_worker.bridge.training import TrainingBridge
 from hypha_worker.connectors.assigned_slices import AssignedSlices
 from hypha_worker.connectors.peer_files import fetched_file
@@ -61,6 +60,7 @@ SLICES: Final = "slices"
 """Folder of slices of a resource for which the executor names none."""
 RECEIVED: Final = "received"
 """Folder of received files for which the executor names none."""
+_NO_FILES: Final = "a task has no files of peers to receive: its resources are there, see /resources/fetch"
 _SLICE_TIMEOUT: Final = 45.0
 """Seconds that one question for a slice may take: a scheduler answers within 30 s whether one has become free."""
 
@@ -189,27 +189,19 @@ class BridgeBackend:
 
     async def check_receive(self, wanted: Transfer) -> None:
         """Check a request to receive files, before its stream begins."""
-        self.training("a task has no files of peers to receive: its resources are there, see /resources/fetch")
+        self.training(_NO_FILES)
         self._senders(wanted)
         self._files.make_folder(wanted.path or RECEIVED)
 
-    async def next_pending_file(self, wanted: Transfer) -> PendingFile | None:
-        """Wait for a file from the peers of a reference; return None when the job ends."""
-        training, senders = self._training, self._senders(wanted)
-        if training is None:
-            return None
-        return await training.queue.next_file(lambda: training.server.translate(senders))
+    async def receive(self, wanted: Transfer) -> ReceivedFile | None:
+        """Wait for a file from the peers of a reference, and move it to a folder; return None when the job ends."""
+        training, senders = self.training(_NO_FILES), self._senders(wanted)
+        return await training.queue.receive(lambda: training.server.translate(senders), wanted.path or RECEIVED)
 
     def _senders(self, wanted: Transfer) -> frozenset[PeerId]:
         reference = self._peers_reference(wanted, "files are received from peers")
         check_peers(self.context.spec, reference)
         return frozenset(reference.peers) or named_peers(self.context.spec)  # an empty list means all peers
-
-    async def claim_file(self, wanted: Transfer, file: PendingFile) -> ReceivedFile | None:
-        """Move a queued file to the executor's folder; return None if another stream has claimed it."""
-        if self._training is None:
-            return None
-        return self._training.queue.claim(file, self._files.make_folder(wanted.path or RECEIVED))
 
     def _peers_reference(self, wanted: Transfer, why: str) -> PeersReference:
         reference = wanted.reference

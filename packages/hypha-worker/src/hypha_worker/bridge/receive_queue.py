@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -204,31 +204,25 @@ class ReceiveQueue:
 
     # --------------------------------------------------------------------------------------------------------- delivery
 
-    async def next_file(self, peers: Callable[[], Collection[PeerId]]) -> PendingFile | None:
-        """Wait for a file from one of `peers`, which may change meanwhile; return None when the job ends.
-
-        The file stays queued until `claim`.
-        """
-        while not self._closed:
-            for file in self._pending:
-                if file.peer in peers():
-                    return file
-            await self._changed.wait()
-        return None
-
-    def claim(self, file: PendingFile, folder: PurePosixPath) -> ReceivedFile | None:
-        """Move a file to the executor's folder; return None if another stream has claimed it.
+    async def receive(self, peers: Callable[[], Collection[PeerId]], folder: str) -> ReceivedFile | None:
+        """Wait for a file from one of `peers`, which may change meanwhile, and move it to a folder of the executor.
 
         It has the name that its sender gave it, made safe; where a file has this name, `-1` or a higher number before
-        its suffix.
+        its suffix. Returns None when the job ends.
 
         Raises:
             BridgeError: the folder cannot be used; the file stays queued.
         """
-        if file not in self._pending:
-            return None
-        header = file.header
-        target = self.storage.files.publish_beside(file.path, folder, safe_name(header.name))
+        while not self._closed:
+            for file in self._pending:
+                if file.peer in peers():
+                    return self._deliver(file, folder)
+            await self._changed.wait()
+        return None
+
+    def _deliver(self, file: PendingFile, folder: str) -> ReceivedFile:
+        files, header = self.storage.files, file.header
+        target = files.publish_beside(file.path, files.make_folder(folder), safe_name(header.name))
         self._pending.remove(file)
         return ReceivedFile(
             path=str(target),

@@ -152,12 +152,10 @@ def _add(app: FastAPI, path: str, route: Callable[[Request], Awaitable[Response]
 
 
 async def _events(backend: BridgeBackend, call: Call, wanted: Transfer) -> AsyncIterator[bytes]:
-    """Yield one event per file. A file is claimed just before it is written, so that a closed stream loses none."""
+    """Yield one event per file. A closed stream waits for none, so that it loses none."""
     try:
-        while (pending := await call(backend.next_pending_file, wanted)) is not None:
-            file = await call(backend.claim_file, wanted, pending)
-            if file is not None:
-                yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
+        while (file := await call(backend.receive, wanted)) is not None:
+            yield b"data: " + to_json(ReceivedFile, file) + b"\n\n"
     except BridgeError as error:  # too late for a status: the stream ends
         _log.info("a stream of received files ended: %s", error.detail)
 
