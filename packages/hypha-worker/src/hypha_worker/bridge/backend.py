@@ -30,7 +30,7 @@ from hypha_proto.bridge_api import (
     Transfer,
 )
 from hypha_proto.ids import PeerId
-from hypha_proto.job_spec import PeersReference, Reference, SchedulerReference
+from hypha_proto.job_spec import PeersReference, SchedulerReference
 from hypha_proto.tasks import StoredFile, TaskProgress
 from hypha_proto.transfer import OTHER_FILE, TASK_RESULT, PushHeader
 from hypha_worker.bridge.training import TrainingBridge
@@ -129,27 +129,30 @@ class BridgeBackend:
         if (wanted.count is not None or wanted.ahead) and not isinstance(reference, SchedulerReference):
             key, how = ("ahead", "ahead") if wanted.count is None else ("count", "several at a time")
             raise bad_request(f"{key}: only slices of a scheduler's dataset are fetched {how}: leave it out")
-        if isinstance(reference, ResourceReference):
-            return await self._fetch_resource(reference.name, wanted.path)
         if self._training is None and isinstance(reference, SchedulerReference):
             raise not_allowed("a task has no data of its scheduler: name a dataset among its resources")
-        check_peers(self.context.spec, reference)
+        if not isinstance(reference, ResourceReference):
+            check_peers(self.context.spec, reference)
+        elif (place := self.context.resources.get(reference.name)) is not None:
+            with self._translating_errors():
+                return await self.context.storage.run(self._take_resource, reference.name, place, wanted.path)
         with self._translating_errors():
             async with self.context.storage.transfers:
-                fetched = await self._fetch(with_secrets(self.context.spec, reference), wanted)
+                fetched = await self._fetch(wanted)
         self.context.storage.traffic.received += sum(file.size for file in fetched)
         return fetched
 
-    async def _fetch(self, reference: Reference, wanted: Transfer) -> Sequence[FetchedFile]:
-        path = wanted.path
+    async def _fetch(self, wanted: Transfer) -> Sequence[FetchedFile]:
+        reference, path = wanted.reference, wanted.path
+        if isinstance(reference, ResourceReference):
+            return await self._fetch_slice(reference.name, path)
         slice_name = None if path or wanted.count else FIRST_SLICE
+        folder = self._files.make_folder(path or ARTIFACTS)
         if isinstance(reference, SchedulerReference) and self._training is not None:
-            folder = self._files.make_folder(path or ARTIFACTS)
             return await self._training.fetch_slices(reference, folder, slice_name, wanted)
         about = {"hypha.reference": type(reference).__name__}
         with instrumentation.span("fetch", about, parent=self.context.traceparent):
-            folder = self._files.make_folder(path or ARTIFACTS)
-            return await self.context.fetcher.fetch(reference, folder, slice_name)
+            return await self.context.fetcher.fetch(with_secrets(self.context.spec, reference), folder, slice_name)
 
     async def send(self, wanted: Transfer) -> Sent | SentOutput:
         """Push a file of the work directory to the peers of a reference, or store an output of the task."""
@@ -212,17 +215,6 @@ class BridgeBackend:
 
     # ---------------------------------------------------------------------------------------------- resources, outputs
 
-    async def _fetch_resource(self, name: str, folder: str) -> Sequence[FetchedFile]:
-        """Return the files of a task's resource, copied to a folder if the request names one."""
-        place = self.context.resources.get(name)
-        if place is None and (dataset := self._datasets_of_slices.get(name)) is not None:
-            return [await self._fetch_slice(dataset, folder)]
-        if place is None:
-            known = ", ".join([*self.context.resources, *self._datasets_of_slices]) or "it has none"
-            raise not_found(f"the task has no resource {name!r}; its resources: {known}")
-        with self._translating_errors():
-            return await self.context.storage.run(self._take_resource, name, place, folder)
-
     @cached_property
     def _slices(self) -> AssignedSlices:
         """The slices that this task is assigned as a resource."""
@@ -230,21 +222,14 @@ class BridgeBackend:
         files, contact = context.fetcher.files, context.contact
         return AssignedSlices(context.attempt, files, contact, _SLICE_TIMEOUT, is_numbered=False)
 
-    @property
-    def _datasets_of_slices(self) -> dict[str, str]:
-        """Dataset of each resource of slices."""
-        resources = self.context.spec.resources
-        return {resource.name: resource.slices.dataset for resource in resources if resource.slices is not None}
-
-    async def _fetch_slice(self, dataset: str, folder: str) -> FetchedFile:
+    async def _fetch_slice(self, name: str, folder: str) -> Sequence[FetchedFile]:
         """Fetch the next slice of a resource that the scheduler assigns to this task."""
-        context = self.context
-        target = self._files.make_folder(folder or SLICES)
-        with self._translating_errors():
-            async with context.storage.transfers:
-                [fetched] = await self._slices.fetch(dataset, target)
-        context.storage.traffic.received += fetched.size
-        return fetched
+        resources = self.context.spec.resources
+        datasets = {resource.name: resource.slices.dataset for resource in resources if resource.slices is not None}
+        if name not in datasets:
+            known = ", ".join([*self.context.resources, *datasets]) or "it has none"
+            raise not_found(f"the task has no resource {name!r}; its resources: {known}")
+        return await self._slices.fetch(datasets[name], self._files.make_folder(folder or SLICES))
 
     def _take_resource(self, name: str, place: str, folder: str) -> list[FetchedFile]:
         """Describe a resource where it is, or copy it to a folder and describe the copy."""
