@@ -5,9 +5,11 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
+from msgspec.structs import asdict, astuple
 
 from hypha_net.redaction import has_url_secrets, without_url_secrets
 from hypha_proto.ids import PeerId
@@ -22,19 +24,16 @@ from hypha_proto.job_spec import (
 from hypha_proto.tasks import TaskSpec
 from hypha_worker.errors import not_allowed
 
+Settings = TypeVar("Settings", bound=msgspec.Struct)
 
-def training_references(config: TrainConfig) -> Iterator[Reference]:
+
+def training_references(settings: msgspec.Struct) -> Iterator[Reference]:
     """Yield every reference in the settings of a task that trains."""
-    yield config.updates
-    yield config.results
-    yield config.data
-    yield config.model.artifact
-    if config.preprocessor is not None:
-        yield config.preprocessor.artifact
-    if config.evaluation is not None:
-        yield config.evaluation.data
-    if config.weights is not None:
-        yield config.weights
+    for field in astuple(settings):
+        if isinstance(field, Reference):
+            yield field
+        elif isinstance(field, msgspec.Struct):
+            yield from training_references(field)
 
 
 def named_peers(spec: TaskSpec) -> frozenset[PeerId]:
@@ -75,21 +74,17 @@ def without_secrets(config: TrainConfig) -> TrainConfig:
     In place of the query a URL has ``hidden=`` and a number, so that `with_secrets` can tell several apart.
     """
     own = list(training_references(config))
+    return _change_references(config, lambda reference: _without_secret(reference, own.index(reference)))
 
-    def show(reference: Reference) -> Reference:
-        return _without_secret(reference, own.index(reference))
 
-    return msgspec.structs.replace(
-        config,
-        model=msgspec.structs.replace(config.model, artifact=show(config.model.artifact)),
-        preprocessor=config.preprocessor
-        and msgspec.structs.replace(config.preprocessor, artifact=show(config.preprocessor.artifact)),
-        evaluation=config.evaluation and msgspec.structs.replace(config.evaluation, data=show(config.evaluation.data)),
-        data=show(config.data),
-        updates=show(config.updates),
-        results=show(config.results),
-        weights=config.weights and show(config.weights),
-    )
+def _change_references(settings: Settings, change: Callable[[Reference], Reference]) -> Settings:
+    changed: dict[str, msgspec.Struct] = {}
+    for name, field in asdict(settings).items():
+        if isinstance(field, Reference):
+            changed[name] = change(field)
+        elif isinstance(field, msgspec.Struct):
+            changed[name] = _change_references(field, change)
+    return msgspec.structs.replace(settings, **changed)
 
 
 def with_secrets(spec: TaskSpec, reference: Reference) -> Reference:
