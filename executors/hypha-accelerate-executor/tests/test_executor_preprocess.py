@@ -17,9 +17,9 @@ import torch
 
 from hypha.accelerate_executor import training
 from hypha.accelerate_executor.data.model_inputs import ModelInputs
-from hypha.accelerate_executor.data.preprocess import BatchPreprocessor, decode_text, load_preprocessor
+from hypha.accelerate_executor.data.preprocess import BatchPreprocessor, load_preprocessor
 from hypha.accelerate_executor.data.row_tokenizer import RowTokenizer
-from hypha.accelerate_executor.data.samples import open_samples
+from hypha.accelerate_executor.data.samples import decode_text, open_samples
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError
 from hypha.accelerate_executor.modeling.create import create_model
 from hypha.accelerate_executor.modeling.evaluation import Subject

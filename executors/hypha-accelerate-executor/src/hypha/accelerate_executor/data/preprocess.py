@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hypha.accelerate_executor.data.samples import Arrays
+from hypha.accelerate_executor.data.samples import Arrays, decode_text
 from hypha.accelerate_executor.errors import DataError, JobError, ModelError, RowError, reason_of
 from hypha_proto.job_spec import PREPROCESSOR_INPUTS, TrainConfig
 from hypha_proto.prompt_template import render
@@ -163,17 +163,6 @@ class BatchPreprocessor:
         rate = getattr(self._process, "sampling_rate", None)
         extra = {"sampling_rate": rate} if self._kind == "feature" and rate is not None else {}
         return self._process(*(list(column) for column in columns), return_tensors="np", **extra)
-
-
-def decode_text(rows: NDArray[Any]) -> list[str]:
-    """Decode each row's bytes as UTF-8, without the zero padding.
-
-    Raises:
-        TypeError: the tensor is not uint8.
-    """
-    if rows.dtype != np.uint8 or rows.ndim != 2:
-        raise TypeError(f"text must be a uint8 tensor of shape (samples, bytes), not {rows.dtype} {list(rows.shape)}")
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
 def preprocessed_columns(config: TrainConfig) -> tuple[str, ...]:

@@ -12,11 +12,10 @@ import torch
 
 from hypha.accelerate_executor.data.model_inputs import ModelInputs, longest_input, value_limits
 from hypha.accelerate_executor.data.preprocess import BatchPreprocessor
-from hypha.accelerate_executor.data.samples import Arrays
+from hypha.accelerate_executor.data.samples import Arrays, Samples, join_rows
 from hypha.accelerate_executor.errors import DataError, RowError
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing, is_alone_as_together
 from hypha.accelerate_executor.predict.settings import SCORES, InferenceTask
-from hypha.accelerate_executor.predict.slices import SliceRows, join_rows
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Classifier:
                 lambda row: len(preprocessor.tokens(row)[0]),
             )
 
-    def prepare(self, rows: SliceRows, row: int) -> PreparedInput:
+    def prepare(self, rows: Samples, row: int) -> PreparedInput:
         """Return a row's columns, and its values where they have to be checked one by one."""
         present = rows.columns_of(row)
         columns = self._columns_of(frozenset(present))
@@ -105,7 +104,7 @@ class Classifier:
         return required | (frozenset(self._inputs.columns.values()) & present)
 
     def compute(
-        self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, PreparedInput]]
+        self, rows: Samples, slice_index: int, prepared: Sequence[tuple[int, PreparedInput]]
     ) -> list[Result | RowError]:
         """Return label, score and, if asked for, all scores of some rows."""
         columns = prepared[0][1].columns

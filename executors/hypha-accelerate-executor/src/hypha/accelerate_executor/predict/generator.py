@@ -30,11 +30,11 @@ from transformers import (
 
 from hypha.accelerate_executor.data.model_inputs import longest_input, vocabulary_size
 from hypha.accelerate_executor.data.preprocess import encode_prompt, fill_template, set_padding
+from hypha.accelerate_executor.data.samples import Samples
 from hypha.accelerate_executor.errors import RowError
 from hypha.accelerate_executor.options import CONTINUOUS, PADDED
 from hypha.accelerate_executor.predict.computation import Result, Sharing, find_sharing
 from hypha.accelerate_executor.predict.settings import InferenceTask
-from hypha.accelerate_executor.predict.slices import SliceRows
 
 
 class GumbelSampler(LogitsProcessor):
@@ -140,7 +140,7 @@ class Generator:
         if self._sharing is Sharing.NONE:
             self.rows_at_once = 1
 
-    def prepare(self, rows: SliceRows, row: int) -> Prompt:
+    def prepare(self, rows: Samples, row: int) -> Prompt:
         """Return the prompt of a row."""
         text = fill_template(self._sampling.prompt or "", lambda column: rows.value(row, column))
         try:
@@ -162,7 +162,7 @@ class Generator:
             raise RowError("wrong-value", f"token {max(tokens)} of the prompt; the model has {self._vocabulary}")
         return Prompt(text, tuple(tokens), None if self._sharing is Sharing.ANY else len(tokens))
 
-    def compute(self, rows: SliceRows, slice_index: int, prepared: Sequence[tuple[int, Prompt]]) -> list[Result]:
+    def compute(self, rows: Samples, slice_index: int, prepared: Sequence[tuple[int, Prompt]]) -> list[Result]:
         """Generate the texts of some rows."""
         prompts = [prompt for _, prompt in prepared]
         if self._is_continuous:

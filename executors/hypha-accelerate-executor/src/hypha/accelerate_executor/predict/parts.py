@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hypha.accelerate_executor.data.samples import Samples
 from hypha.accelerate_executor.errors import RowError
 from hypha.accelerate_executor.predict.computation import Result
-from hypha.accelerate_executor.predict.slices import SliceRows
 
 LINE_LIMIT: Final = 4 << 20
 """Largest number of bytes of a line; schedulers refuse longer ones."""
@@ -25,7 +25,7 @@ def part_name(slice_index: int) -> str:
 class Part:
     """The results of a slice, in any order until they are written."""
 
-    def __init__(self, slice_index: int, rows: SliceRows, columns: Sequence[str]) -> None:
+    def __init__(self, slice_index: int, rows: Samples, columns: Sequence[str]) -> None:
         """Begin a part.
 
         Args:
