@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hypha.accelerate_executor.bridge.client import Fetched
-from hypha.accelerate_executor.data.batches import Batch, Batches, shuffled
+from hypha.accelerate_executor.data.batches import Batch, Batches, Rows, shuffled
 from hypha.accelerate_executor.data.recorded_batches import recorded_batches
 from hypha.accelerate_executor.data.slice_prefetch import (
     MAX_PARALLEL,
@@ -122,7 +122,7 @@ def test_only_the_assigned_positions_of_a_slice_are_used(tmp_path: Path) -> None
     order = shuffled(20, 5, 1, 3)
     [batch] = _all_of([_part(tmp_path / "a", 3, 20, epoch=1, first=4, end=11)], 16, 5)
     assert batch.tensors["labels"].tolist() == [3000 + row for row in order[4:11]]
-    assert batch.ranges == (SampleRange(epoch=1, slice=3, first=4, end=11),)
+    assert [part.range for part in batch.rows] == [SampleRange(epoch=1, slice=3, first=4, end=11)]
     assert batch.slices == {"3": 7}
     assert batch.describe_row(2) == f"slice 3, row {order[6]}"
     [rest] = _all_of([_part(tmp_path / "b", 3, 20, epoch=1, first=11)], 16, 5)
@@ -173,14 +173,18 @@ def test_adjacent_ranges_are_joined_across_batches_and_assignments(tmp_path: Pat
     assert found == [(0, 2, 0, 10), (1, 2, 10, 12), (1, 1, 0, 5), (0, 2, 0, 3)]
 
 
+def _one_sample(index: int, position: int) -> Batch:
+    found = SampleRange(epoch=0, slice=index, first=position, end=position + 1)
+    return Batch({}, 1, (Rows(found, np.array([0])),))
+
+
 @pytest.mark.parametrize(("pieces", "stated"), [(MAX_RANGES, True), (MAX_RANGES + 1, False)])
 def test_more_ranges_than_a_contribution_may_have_are_not_stated(pieces: int, stated: bool) -> None:
     record = SampleRecord()
     for number in range(pieces):
-        found = (SampleRange(epoch=0, slice=number, first=0, end=1),)
-        record.add(Batch({}, 1, {}, ranges=found))
+        record.add(_one_sample(number, 0))
     assert (record.ranges is not None) is stated
-    record.add(Batch({}, 1, {}, ranges=(SampleRange(epoch=0, slice=pieces - 1, first=1, end=2),)))
+    record.add(_one_sample(pieces - 1, 1))
     assert (record.ranges is not None) is stated
 
 

@@ -21,6 +21,7 @@ from hypha.accelerate_executor.distributed.accelerator import CpuBackend
 from hypha.accelerate_executor.errors import DataError
 from hypha.accelerate_executor.train.inner_optimizer import InnerOptimizer
 from hypha.accelerate_executor.train.trainer import Trainer
+from hypha_proto.contributions import SampleRange
 from hypha_proto.job_spec import Adam
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
@@ -61,12 +62,16 @@ def trainer_of(task: str, *, micro_batch: int | None = None, max_norm: float | N
     return Trainer(module, inputs, optimizer, CpuBackend(), micro_batch=micro_batch), module
 
 
+def _rows(index: int, *numbers: int) -> Rows:
+    return Rows(SampleRange(epoch=0, slice=index, first=0, end=len(numbers)), np.array(numbers))
+
+
 def batch_of(task: str, masked: tuple[int, ...] = ()) -> Batch:
     """Return four samples, some without labels."""
     _, _, tensors, ignored = MODELS[task]
     labels = tensors["labels"].copy()
     labels[list(masked)] = ignored
-    return Batch(tensors | {"labels": labels}, 4, {"3": 4}, (Rows("3", np.array([9, 4, 7, 1])),), "words")
+    return Batch(tensors | {"labels": labels}, 4, (_rows(3, 9, 4, 7, 1),), "words")
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])
@@ -178,7 +183,7 @@ def test_a_gradient_that_is_not_finite_ends_the_job_at_once(
     assert worker.reports == []
 
 
-BATCH = Batch({}, 5, {}, (Rows("3", np.array([7, 0])), Rows("9", np.array([4, 2, 1]))), "digits")
+BATCH = Batch({}, 5, (_rows(3, 7, 0), _rows(9, 4, 2, 1)), "digits")
 
 
 class FakeModel(torch.nn.Module):

@@ -601,8 +601,8 @@ def test_a_reset_discards_moments_and_changes_of_buffers_that_are_not_exchanged(
     setup = build_setup(config, options, ModelFiles(tmp_path / "model"), CpuBackend(), SingleProcess())
     losses = []
     for _ in range(2):
-        losses.append(setup.trainer.step(Batch({"x": np.ones((3, 2), "f4")}, 3, {})))
-        setup.trainer.step(Batch({"x": np.ones((3, 2), "f4")}, 3, {}))
+        losses.append(setup.trainer.step(Batch({"x": np.ones((3, 2), "f4")}, 3)))
+        setup.trainer.step(Batch({"x": np.ones((3, 2), "f4")}, 3))
         setup.reset()
         setup.replica.load_global()
     assert losses[0] == losses[1]

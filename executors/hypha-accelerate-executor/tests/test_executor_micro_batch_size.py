@@ -101,7 +101,7 @@ def sizer(setup: Setup, memory: int | None = None) -> MicroBatchSizer:
 
 
 def rows(count: int) -> Batch:
-    return Batch({"x": np.random.default_rng(0).normal(size=(count, 4)).astype("f4")}, count, {})
+    return Batch({"x": np.random.default_rng(0).normal(size=(count, 4)).astype("f4")}, count)
 
 
 @pytest.mark.parametrize(("largest", "found"), [(1, 1), (5, 4), (8, 8), (15, 8), (16, 16), (99, 16)])

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,10 +41,9 @@ _U64: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where some rows of a batch are stored."""
+    """Consecutive samples of a slice, in its order, and where they are stored."""
 
-    slice: str
-    """Index of the slice in its dataset."""
+    range: SampleRange
     numbers: NDArray[np.int64]
     """Row of each sample in the slice, from 0."""
 
@@ -55,13 +55,17 @@ class Batch:
     tensors: Arrays
     """Name in the slice -> float32 or int64 array (as stored for a preprocessor), samples in the first dimension."""
     samples: int
-    slices: Mapping[str, int]
-    """Slice index -> number of samples from it."""
     rows: tuple[Rows, ...] = ()
-    """Where the samples are stored, in their order."""
+    """Where the samples are from, in their order."""
     dataset: str = ""
-    ranges: tuple[SampleRange, ...] = ()
-    """The samples as positions in the orders of their slices."""
+
+    @property
+    def slices(self) -> Mapping[str, int]:
+        """Number of samples from each slice, by its index."""
+        found = Counter[str]()
+        for part in self.rows:
+            found[str(part.range.slice)] += len(part.numbers)
+        return found
 
     def describe_row(self, number: int) -> str:
         """Return dataset, slice and row that sample `number` of this batch comes from."""
@@ -69,14 +73,14 @@ class Batch:
         for part in self.rows:
             if begin < len(part.numbers):
                 dataset = f"dataset {self.dataset!r}, " if self.dataset else ""
-                return f"{dataset}slice {part.slice}, row {part.numbers[begin]}"
+                return f"{dataset}slice {part.range.slice}, row {part.numbers[begin]}"
             begin -= len(part.numbers)
         return f"row {number} of a batch"
 
     def describe_rows(self) -> str:
         """Return dataset, slices and rows that the samples of this batch come from."""
         dataset = [f"dataset {self.dataset!r}"] if self.dataset else []
-        parts = [f"slice {part.slice}, rows {_listed(part.numbers)}" for part in self.rows]
+        parts = [f"slice {part.range.slice}, rows {_listed(part.numbers)}" for part in self.rows]
         return ", ".join([*dataset, *parts]) or f"a batch of {self.samples} samples"
 
 
@@ -85,25 +89,15 @@ def _listed(numbers: NDArray[np.int64]) -> str:
     return shown if len(numbers) <= _LISTED else f"{shown} and {len(numbers) - _LISTED} more"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesOfSlice:
-    """Consecutive samples of a slice, in its order."""
-
-    tensors: Arrays
-    rows: Rows
-    range: SampleRange
-
-
 class Slice:
     """One fetched slice, read in shuffled order."""
 
     def __init__(
         self,
         path: Path,
+        seed: int,
+        raw: Collection[str],
         index: int,
-        order: Callable[[int], NDArray[np.int64]],
-        raw: Collection[str] = (),
-        *,
         epoch: int,
         first: int = 0,
         end: int | None = None,
@@ -112,9 +106,9 @@ class Slice:
 
         Args:
             path: a safetensors file, or JSON lines.
-            index: the slice's index in its dataset.
-            order: returns a permutation of the given number of samples.
+            seed: decides the order of the samples, together with the next two.
             raw: tensors read as stored.
+            index: the slice's index in its dataset.
             epoch: the pass over the dataset.
             first: position in the order of the first sample to use.
             end: position after the last sample to use; None for all.
@@ -124,8 +118,7 @@ class Slice:
                 positions.
         """
         self.path = path
-        self.index = index
-        self.epoch = epoch
+        self._index, self._epoch = index, epoch
         self._file = open_samples(path)
         self.size = path.stat().st_size
         """Bytes of the file."""
@@ -134,32 +127,26 @@ class Slice:
         if not first < self._end <= samples:
             self._file.close()
             raise DataError(
-                f"slice {self.name}: positions {first} to {self._end} were assigned, and it has {samples} samples: "
+                f"slice {index}: positions {first} to {self._end} were assigned, and it has {samples} samples: "
                 "its dataset has changed, or the scheduler takes it for another one"
             )
         self.samples = self._end - first
         """Number of samples to use."""
-        self._order = order(samples)
+        self._order = shuffled(samples, seed, epoch, index)
         self._raw = raw
         self._next = first
-
-    @property
-    def name(self) -> str:
-        """Return the index as text."""
-        return str(self.index)
 
     @property
     def left(self) -> int:
         """Return the number of samples not taken yet."""
         return self._end - self._next
 
-    def take(self, samples: int) -> SamplesOfSlice:
+    def take(self, samples: int) -> tuple[Arrays, Rows]:
         """Return the next samples, fewer if fewer are left."""
         first, self._next = self._next, min(self._next + samples, self._end)
-        rows = self._order[first : self._next]
-        arrays = self._file.read(rows, self._raw)
-        found = SampleRange(epoch=self.epoch, slice=self.index, first=first, end=self._next)
-        return SamplesOfSlice(arrays, Rows(self.name, rows), found)
+        numbers = self._order[first : self._next]
+        found = SampleRange(epoch=self._epoch, slice=self._index, first=first, end=self._next)
+        return self._file.read(numbers, self._raw), Rows(found, numbers)
 
     def close(self) -> None:
         """Close the file."""
@@ -198,11 +185,12 @@ class Batches:
             dataset: name of the dataset, for errors.
             clock: returns seconds.
         """
-        self._dataset = dataset
         self._raw = frozenset(raw)
+        self._dataset = dataset
         self._batch_size = batch_size
         self._seed = seed
         self._open: list[Slice] = []
+        self._made = batches_of(self._needed(), batch_size, dataset)
         self._demand = PrefetchDemand(batch_size)
         self._coming = SlicePrefetch(fetch, clock)
         self._clock = clock
@@ -226,6 +214,7 @@ class Batches:
         for opened in self._open:
             opened.delete()
         self._open.clear()
+        self._made = batches_of(self._needed(), self._batch_size, self._dataset)
 
     def close(self) -> None:
         """Discard pending fetches and delete the fetched slices; a fetch that has begun goes on."""
@@ -249,18 +238,25 @@ class Batches:
             self._demand.add_batch(samples, self._clock() - at)
         while self._take(waits=False):
             pass
-        batch = next_batch(self._current, self._after_taking, self._batch_size, self._dataset)
+        batch = next(self._made)
+        self._delete_used()
         self.prefetch()
         self._handed_out = batch.samples, self._clock()
         return batch
 
-    def _current(self) -> Slice | None:
-        """Return the slice in use, waiting for one if none is in hand; None if none is left."""
-        while not self._open:
-            self._request(self._batch_size + self._demand.samples_ahead, is_ahead=False)
-            if not self._take_needed() and self._coming.is_over:
-                return None
-        return self._open[0]
+    def _needed(self) -> Iterator[Slice]:
+        """Yield the slices to take samples from, each until it is used up, waiting for one if none is in hand."""
+        while True:
+            self._delete_used()
+            while not self._open:
+                self._request(self._batch_size + self._demand.samples_ahead, is_ahead=False)
+                if not self._take_needed() and self._coming.is_over:
+                    return
+            yield self._open[0]
+
+    def _delete_used(self) -> None:
+        while self._open and not self._open[0].left:
+            self._open.pop(0).delete()
 
     def _request(self, wanted: float, *, is_ahead: bool = True) -> None:
         """Request slices, so that `wanted` samples are in hand when they have come.
@@ -304,57 +300,49 @@ class Batches:
             self._demand.add_slice(opened.samples, opened.size)
         return True
 
-    def _after_taking(self, current: Slice) -> None:
-        if not current.left:
-            self._open.pop(0).delete()
-
     def _opened(self, fetched: Fetched) -> Slice:
-        index, epoch = _number(fetched, "slice", _U64), _number(fetched, "epoch", _U32)
         return Slice(
             fetched.path,
-            index,
-            lambda samples: shuffled(samples, self._seed, epoch, index),
+            self._seed,
             self._raw,
-            epoch=epoch,
+            index=_number(fetched, "slice", _U64),
+            epoch=_number(fetched, "epoch", _U32),
             first=_number(fetched, "first", _U64) if "first" in fetched.metadata else 0,
             end=_number(fetched, "end", _U64) if "end" in fetched.metadata else None,
         )
 
 
-def next_batch(
-    current: Callable[[], Slice | None], after_taking: Callable[[Slice], None], batch_size: int, dataset: str = ""
-) -> Batch:
-    """Build a batch of the next samples.
+def batches_of(slices: Iterable[Slice], batch_size: int, dataset: str = "") -> Iterator[Batch]:
+    """Yield batches of the samples of some slices, the last one with fewer samples if no slice is left.
 
     Args:
-        current: returns the slice to take from, which has samples left; None if there is none.
-        after_taking: called with the slice after each part that was taken from it.
-        batch_size: samples in the batch, fewer if no slice is left.
+        slices: each has samples left, and is asked for no other one before it is used up.
+        batch_size: samples of a batch.
         dataset: name of the dataset, for errors.
 
     Raises:
-        StopIteration: no sample is left.
         DataError: a slice is malformed.
     """
-    parts: list[SamplesOfSlice] = []
-    taken: dict[str, int] = {}
+    parts: list[tuple[Arrays, Rows]] = []
     missing = batch_size
-    while missing and (opened := current()) is not None:
-        count = min(missing, opened.left)
-        parts.append(opened.take(count))
-        missing -= count
-        taken[opened.name] = taken.get(opened.name, 0) + count
-        after_taking(opened)
-    if not parts:
-        raise StopIteration
-    return Batch(
-        _join([part.tensors for part in parts]),
-        batch_size - missing,
-        taken,
-        tuple(part.rows for part in parts),
-        dataset,
-        tuple(part.range for part in parts),
-    )
+    for opened in slices:
+        while opened.left:
+            parts.append(opened.take(missing))
+            missing -= len(parts[-1][1].numbers)
+            if not missing:
+                yield _joined(parts, dataset)
+                parts, missing = [], batch_size
+    if parts:
+        yield _joined(parts, dataset)
+
+
+def _joined(parts: Sequence[tuple[Arrays, Rows]], dataset: str) -> Batch:
+    first, *others = (arrays for arrays, _ in parts)
+    for arrays in others:
+        if arrays.keys() != first.keys():
+            raise DataError(f"two slices have different tensors: {sorted(first)} and {sorted(arrays)}")
+    tensors = {name: np.concatenate([arrays[name] for arrays, _ in parts]) for name in first} if others else first
+    return Batch(tensors, sum(len(rows.numbers) for _, rows in parts), tuple(rows for _, rows in parts), dataset)
 
 
 def _number(fetched: Fetched, key: str, limit: int) -> int:
@@ -368,12 +356,3 @@ def _number(fetched: Fetched, key: str, limit: int) -> int:
     if number > limit:
         raise DataError(f"slice {fetched.path.name}: {key} is {quote(text)}, expected a decimal number up to {limit}")
     return number
-
-
-def _join(parts: Sequence[Arrays]) -> Arrays:
-    if len(parts) == 1:
-        return parts[0]
-    for part in parts[1:]:
-        if part.keys() != parts[0].keys():
-            raise DataError(f"two slices have different tensors: {sorted(parts[0])} and {sorted(part)}")
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -7,9 +7,10 @@ bit. Opens files where they are and deletes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
-from hypha.accelerate_executor.data.batches import Batch, Slice, next_batch, shuffled
+from hypha.accelerate_executor.data.batches import Batch, Slice, batches_of
 from hypha_proto.contributions import SampleRange
 
 
@@ -37,37 +38,11 @@ def recorded_batches(
         DataError: a slice is malformed, or has no such positions.
         OSError: a file cannot be read.
     """
-    coming = iter(ranges)
-    opened: list[Slice] = []
 
-    def current() -> Slice | None:
-        if not opened and (following := next(coming, None)) is not None:
-            opened.append(_open(file_of(following.slice), following, seed, raw))
-        return opened[0] if opened else None
+    def slices() -> Iterator[Slice]:
+        for wanted in ranges:
+            place = wanted.epoch, wanted.first, wanted.end
+            with closing(Slice(file_of(wanted.slice), seed, raw, wanted.slice, *place)) as opened:
+                yield opened
 
-    def after_taking(slice_: Slice) -> None:
-        if not slice_.left:
-            opened.pop().close()
-
-    try:
-        while True:
-            try:
-                batch = next_batch(current, after_taking, batch_size)
-            except StopIteration:
-                return
-            yield batch
-    finally:
-        for left in opened:
-            left.close()
-
-
-def _open(path: Path, wanted: SampleRange, seed: int, raw: Collection[str]) -> Slice:
-    return Slice(
-        path,
-        wanted.slice,
-        lambda samples: shuffled(samples, seed, wanted.epoch, wanted.slice),
-        raw,
-        epoch=wanted.epoch,
-        first=wanted.first,
-        end=wanted.end,
-    )
+    return batches_of(slices(), batch_size)

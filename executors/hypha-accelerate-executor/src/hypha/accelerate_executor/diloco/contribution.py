@@ -25,8 +25,8 @@ class SampleRecord:
         """Add the samples of a batch."""
         if self._ranges is None:
             return
-        for following in batch.ranges:
-            _append(self._ranges, following)
+        for part in batch.rows:
+            _append(self._ranges, part.range)
         if len(self._ranges) > MAX_RANGES:
             self._ranges = None
 
