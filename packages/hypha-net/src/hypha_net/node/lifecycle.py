@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, runtime_checkable
@@ -178,15 +179,16 @@ class _Run:
     ended: threading.Event = field(default_factory=threading.Event)
     _end_requests: SimpleQueue[float] = field(default_factory=SimpleQueue)
     """Receives the seconds within which the daemon must end; its `put` may be called from a signal handler."""
-    _cancel: Callable[[int], None] | None = None
-    """Cancels the program from a signal handler, once the event loop runs."""
-    _begin_drain: Callable[[], None] | None = None
-    """Tells the program of the first SIGTERM, if it drains."""
-    _reload: Callable[[], None] | None = None
-    """Makes the endpoint reload its certificates, once it is open."""
+    _loop: Any = None
+    """Token of the event loop, once it runs; signal handlers pass their work to it."""
     _root: Any = None
-    _program: anyio.CancelScope | None = None
-    """Cancel scope of the program and its tasks, once the endpoint is open."""
+    """Root task of the event loop."""
+    _life: anyio.CancelScope | None = None
+    """What a signal cancels: the program and its tasks, once the endpoint is open."""
+    _reload: Callable[[], object] | None = None
+    """Begins to reload the certificates, while the program runs."""
+    _drain: tuple[float, anyio.Event] | None = None
+    """What the first SIGTERM sets, if the program drains, and the seconds that it then has."""
     _export: Export | None = None
 
     def start(self) -> None:
@@ -202,67 +204,74 @@ class _Run:
             try:
                 anyio.run(self._main, self.connect(self.config, self.role), backend="trio")
             finally:
-                self._end_export()
+                if self._export is not None:
+                    self.ended.set()  # the last export has its own time limit
+                    self._export.close()
 
     @property
     def _has_export(self) -> bool:
         return bool(targets(self.config, os.environ))
 
-    def _begin_export(self, instance: str) -> None:
-        from hypha_net.node.telemetry import open_export
-
-        service = f"hypha-{self.role}"
-        self._export = open_export(self.config, service=service, version=self.version, instance=instance)
-
-    def _end_export(self) -> None:
-        if self._export is not None:
-            self.ended.set()  # the last export has its own time limit
-            self._export.close()
-
     def _on_signal(self, number: int, _frame: object) -> None:
         self.exit_code = _exit_code(number)
-        if self._cancel is None:
+        if self._loop is None:
             _exit_now(self.exit_code)
-        begin_drain, self._begin_drain = self._begin_drain, None
-        if begin_drain is not None and number == signal.SIGTERM:
-            begin_drain()
-            return
-        self._end_requests.put(self.grace)
-        self._cancel(number)
+        drain, self._drain = self._drain, None
+        if drain is not None and number == signal.SIGTERM:
+            self._end_requests.put(drain[0] + self.grace)
+            self._call_soon(self._begin_drain, *drain)
+        else:
+            self._end_requests.put(self.grace)
+            self._call_soon(self._cancel, number)
 
     def _on_hangup(self, _number: int, _frame: object) -> None:
+        if self._loop is not None:
+            self._call_soon(self._begin_reload)
+
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the event loop, unless that has ended."""
+        import trio
+
+        with suppress(trio.RunFinishedError):
+            self._loop.run_sync_soon(function, *arguments)
+
+    def _begin_drain(self, seconds: float, event: anyio.Event) -> None:
+        _log.info("SIGTERM: draining, for at most %g s", seconds)
+        event.set()
+
+    def _begin_reload(self) -> None:
         if self._reload is not None:
+            _log.info("SIGHUP: reading the certificates again")
             self._reload()
+
+    def _cancel(self, number: int) -> None:
+        if self._life is not None:
+            _log.info("%s: ending", signal.Signals(number).name)
+            self._life.cancel()
 
     async def _main(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
         import trio
 
-        token = trio.lowlevel.current_trio_token()
         self._root = trio.lowlevel.current_root_task()
-        with anyio.CancelScope() as life:
-
-            def cancel(number: int) -> None:
-                _log.info("%s: ending", signal.Signals(number).name)
-                # the program's clean-up (releasing a lease, ending a job) still needs the endpoint
-                (self._program or life).cancel()
-
-            self._cancel = lambda number: token.run_sync_soon(cancel, number)
-            try:
-                await self._run_with_endpoint(opening)
-            finally:
-                self._cancel = lambda number: None
+        with anyio.CancelScope() as self._life:
+            self._loop = trio.lowlevel.current_trio_token()
+            await self._run_with_endpoint(opening)
         _log.info("ended")
 
     async def _run_with_endpoint(self, opening: AbstractAsyncContextManager[Endpoint]) -> None:
         async with opening as endpoint:
             if self._has_export:
-                self._begin_export(str(endpoint.peer_id))
+                from hypha_net.node.telemetry import open_export
+
+                service, instance = f"hypha-{self.role}", str(endpoint.peer_id)
+                self._export = open_export(self.config, service=service, version=self.version, instance=instance)
             readiness = Readiness(outage=None if self.role == "gateway" else gateway_outage(endpoint))
             serve_health(endpoint, readiness, role=self.role, version=self.version)
             _log.info("%s %s is %s, at %s", self.role, self.version, endpoint.peer_id, ", ".join(endpoint.addresses))
             async with anyio.create_task_group() as tasks:
-                self._program = tasks.cancel_scope
-                self._set_reload(endpoint, tasks)
+                self._life = tasks.cancel_scope  # the clean-up of the program (ending a job) still needs the endpoint
+                if isinstance(endpoint, ReloadsCertificates):
+                    self._reload = partial(tasks.start_soon, endpoint.reload_certificates)
                 if self._has_export:
                     tasks.start_soon(_measure_peers, endpoint)
                 if self.role != "gateway":
@@ -271,37 +280,14 @@ class _Run:
                 try:
                     await self.serve(self.config, Node(endpoint, tasks, readiness, self._set_drain))
                 finally:
-                    self._reload = self._begin_drain = None
+                    self._reload = self._drain = None
                     self._end_requests.put(self.grace)
                 tasks.cancel_scope.cancel()
 
-    def _set_reload(self, endpoint: Endpoint, tasks: TaskGroup) -> None:
-        import trio
-
-        token = trio.lowlevel.current_trio_token()
-
-        def begin() -> None:
-            if self._reload is not None and isinstance(endpoint, ReloadsCertificates):
-                _log.info("SIGHUP: reading the certificates again")
-                tasks.start_soon(endpoint.reload_certificates)
-
-        self._reload = lambda: token.run_sync_soon(begin)
-
     def _set_drain(self, timeout: float) -> anyio.Event:
         """See `Node.drain_on_sigterm`."""
-        import trio
-
-        token, event = trio.lowlevel.current_trio_token(), anyio.Event()
-
-        def tell() -> None:
-            _log.info("SIGTERM: draining, for at most %g s", timeout)
-            event.set()
-
-        def begin() -> None:
-            self._end_requests.put(timeout + self.grace)
-            token.run_sync_soon(tell)
-
-        self._begin_drain = begin
+        event = anyio.Event()
+        self._drain = timeout, event
         return event
 
     def mark_ended(self) -> None:
