@@ -87,7 +87,7 @@ for line in sys.stdin:
 async def open_session(folder: Path) -> AsyncIterator[ExecutorSession]:
     async with local_processes(folder) as processes:
         with anyio.fail_after(60):
-            yield ExecutorSession(processes, folder, [sys.executable, "-c", PROGRAM])
+            yield ExecutorSession(processes, [sys.executable, "-c", PROGRAM])
 
 
 async def test_commands_are_executed_by_one_process(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
 import click
 
-from hypha_local.demo_tasks import DIGITS, GENERATE, INFERENCE_TASKS, TASKS
+from hypha_local.demo_tasks import CLASSIFY, DIGITS, INFERENCE_TASKS, TASKS
 from hypha_local.errors import LocalError
 from hypha_net.errors import leaf_errors
 
@@ -28,9 +28,6 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class _Summary(Protocol):
     def as_json(self) -> str: ...
     def as_text(self) -> str: ...
-
-
-_Demo = Callable[["Console"], Awaitable[_Summary]]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,10 +97,11 @@ def demo(task: str, format_: str, no_color: bool, **options: Any) -> None:
     Leaves summary.json, metrics.jsonl, model/ and every process's log in the run directory, and the test set or the
     results. Progress goes to stderr, the summary to stdout.
     """
-    run = _inference_demo(task, options) if task in INFERENCE_TASKS else _training_demo(task, options)
+    _check_options(task, options)
+    run = _run_inference if task in INFERENCE_TASKS else _run_training
 
     async def work(console: Console) -> None:
-        summary = await run(console)
+        summary = await run(task, options, console)
         click.echo(summary.as_json() if format_ == "json" else summary.as_text())
 
     sys.exit(_run(work, no_color))
@@ -158,70 +156,46 @@ def up(workers: int, folder: Path, data: tuple[str, ...], no_color: bool) -> Non
     sys.exit(0 if status == _SIGNALLED + signal.SIGTERM else status)
 
 
-def _refuse(task: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
+def _check_options(task: str, options: Mapping[str, Any]) -> None:
     """Refuse options that a task does not have."""
-    if given := [f"--{name}" for name in names if options[name]]:
+    refused = ["model", "prompts"] if task in TASKS else ["compare"]
+    refused += ["prompts"] if task == CLASSIFY.name else []
+    if given := [f"--{name}" for name in refused if options[name]]:
         raise click.UsageError(f"{', '.join(given)}: not with --task {task}")
-
-
-def _training_demo(task: str, options: Mapping[str, Any]) -> _Demo:
-    """Return what runs the demo of a task that trains.
-
-    Raises:
-        click.UsageError: an option is only for inference.
-    """
-    _refuse(task, options, ("model", "prompts"))
-
-    async def run(console: Console) -> _Summary:
-        from hypha_local.demo import TrainingDemo
-        from hypha_local.display import Display
-        from hypha_local.network_layout import DemoTraining, Folders
-
-        chosen = TASKS[task]
-        training = DemoTraining(
-            options["workers"], options["rounds"] or chosen.rounds, options["seed"], chosen, chosen.evaluate_every
-        )
-        folders = Folders((options["folder"] or Path("hypha-demo")).resolve())
-        display = Display(console, training.rounds)
-        return await TrainingDemo(
-            folders, training, display, options["timeout"], options["keep"], options["compare"], options["kill"]
-        ).run()
-
-    return run
-
-
-def _inference_demo(task: str, options: Mapping[str, Any]) -> _Demo:
-    """Return what runs the demo of a task that computes with a model.
-
-    Raises:
-        click.UsageError: an option is only for training, or for another task.
-    """
-    chosen = INFERENCE_TASKS[task]
-    _refuse(task, options, ("compare", *(() if chosen is GENERATE else ("prompts",))))
-    if options["kill"] == "parameter-server":
+    if task in INFERENCE_TASKS and options["kill"] == "parameter-server":
         raise click.UsageError(f"--kill parameter-server: not with --task {task}, which has none")
     if options["model"] and options["rounds"]:
         raise click.UsageError("--rounds: not with --model, because nothing is trained")
 
-    async def run(console: Console) -> _Summary:
-        from hypha_local.inference_demo import Inference, run_inference
-        from hypha_local.network_layout import Folders
 
-        inference = Inference(
-            options["workers"],
-            options["seed"],
-            chosen,
-            model=options["model"] and options["model"].resolve(),
-            rounds=options["rounds"] or chosen.trained.rounds,
-            prompts=options["prompts"] and options["prompts"].resolve(),
-            kill=options["kill"],
-            keep=options["keep"],
-            timeout=options["timeout"],
-        )
-        folders = Folders((options["folder"] or Path("hypha-inference")).resolve())
-        return await run_inference(folders, inference, console)
+async def _run_training(task: str, options: Mapping[str, Any], console: Console) -> _Summary:
+    """Run the demo of a task that trains."""
+    from hypha_local.demo import TrainingDemo
+    from hypha_local.display import Display
+    from hypha_local.network_layout import DemoTraining, Folders
 
-    return run
+    chosen = TASKS[task]
+    rounds = options["rounds"] or chosen.rounds
+    training = DemoTraining(options["workers"], rounds, options["seed"], chosen, chosen.evaluate_every)
+    folders = Folders((options["folder"] or Path("hypha-demo")).resolve())
+    own = {name: options[name] for name in ("timeout", "keep", "compare", "kill")}
+    return await TrainingDemo(folders, training, Display(console, rounds), **own).run()
+
+
+async def _run_inference(task: str, options: Mapping[str, Any], console: Console) -> _Summary:
+    """Run the demo of a task that computes with a model."""
+    from hypha_local.inference_demo import Inference, run_inference
+    from hypha_local.network_layout import Folders
+
+    chosen = INFERENCE_TASKS[task]
+    inference = Inference(
+        task=chosen,
+        rounds=options["rounds"] or chosen.trained.rounds,
+        **{name: options[name] and options[name].resolve() for name in ("model", "prompts")},
+        **{name: options[name] for name in ("workers", "seed", "kill", "keep", "timeout")},
+    )
+    folders = Folders((options["folder"] or Path("hypha-inference")).resolve())
+    return await run_inference(folders, inference, console)
 
 
 def _run(work: Callable[[Console], Awaitable[None]], no_color: bool) -> int:

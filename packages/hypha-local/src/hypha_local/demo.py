@@ -87,7 +87,7 @@ class TrainingDemo:
         self._nodes = plan_nodes(self.training.workers, spare=kill in REPLACED)
         write_configuration(folders, self._nodes, self.training, sys.executable)
         async with local_processes(folders.logs) as self._processes:
-            self._session = ExecutorSession(self._processes, folders.logs)
+            self._session = ExecutorSession(self._processes)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(make_model, self._session, folders, self.training)
                 await start_network(self._processes, folders, self._nodes, self.display, self._prepare)

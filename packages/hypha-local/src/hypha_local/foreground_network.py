@@ -189,7 +189,7 @@ async def _make_example(processes: Processes, network: ForegroundNetwork, displa
         return
     for folder in (folders.start_model, folders.data / training.task.name, folders.data / HELD_OUT):
         shutil.rmtree(folder, ignore_errors=True)
-    session = ExecutorSession(processes, folders.logs)
+    session = ExecutorSession(processes)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(make_model, session, folders, training)
         tasks.start_soon(make_data, processes, folders, training)

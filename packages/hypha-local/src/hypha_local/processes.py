@@ -68,7 +68,7 @@ class Processes:
         self._children: dict[str, LocalProcess] = {}
 
     def start(
-        self, name: str, command: Sequence[str], *, stdout: Path | None = None, has_input: bool = False
+        self, name: str, command: Sequence[str], *, stdout: Path | None = None, has_pipes: bool = False
     ) -> LocalProcess:
         """Start a program; its output goes to ``logs/<name>.log``, or its stdout to a file of its own.
 
@@ -76,7 +76,7 @@ class Processes:
             name: unique name.
             command: program and arguments.
             stdout: file that its standard output is appended to.
-            has_input: connect its standard input to a pipe, `LocalProcess.process.stdin`.
+            has_pipes: connect its standard input and output to pipes of `LocalProcess.process` instead.
 
         Raises:
             ProcessFailedError: the program cannot be started.
@@ -86,8 +86,8 @@ class Processes:
             try:
                 process = subprocess.Popen(
                     command,
-                    stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
-                    stdout=output,
+                    stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if has_pipes else output,
                     stderr=errors,
                     env=child_environment(os.environ),
                     start_new_session=True,
