@@ -90,7 +90,9 @@ def validation_problems(
         key, value = _locate(model, details["loc"], data)
         found.setdefault(key, []).append(details)
         values[key] = value
-    return [_problem(model, key, values[key], faults, where, variables) for key, faults in found.items()]
+    # unknown keys first: a misspelt one explains what is missing
+    ordered = sorted(found.items(), key=lambda entry: entry[1][0]["type"] != "extra_forbidden")
+    return [_problem(model, key, values[key], faults, where, variables) for key, faults in ordered]
 
 
 def _problem(
