@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from hypha_data.config import DataConfig
 from hypha_gateway.config import GatewayConfig
-from hypha_net.node.config.introspection import fields_by_key, item_types, table_types
+from hypha_net.node.config.introspection import fields_by_key, listed_tables, table_types
 from hypha_net.node.config.models import RESERVED_NETWORKS, NodeConfig
 from hypha_net.node.config.toml_output import to_toml
 from hypha_scheduler.config import SchedulerConfig
@@ -35,7 +35,7 @@ def keys(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, str, str]]
     later = []
     for name, info in fields_by_key(model).items():
         key = f"{at}.{name}" if at else name
-        lists = [table for item in item_types(info.annotation) for table in table_types(item)]
+        lists = listed_tables(info.annotation)
         inner = lists or table_types(info.annotation)
         default = "required" if info.is_required() else None
         if default is None:

@@ -66,6 +66,11 @@ def item_types(annotation: Any) -> list[Any]:
     ]
 
 
+def listed_tables(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models of the elements of the lists that a value of this annotation may be."""
+    return [table for item in item_types(annotation) for table in table_types(item)]
+
+
 def allows_any_key(annotation: Any) -> bool:
     """Return whether a value may be a table with arbitrary keys."""
     return any(kind is dict or get_origin(kind) in (dict, Mapping) for kind in union_members(annotation))
@@ -129,10 +134,7 @@ def _paths(model: type[BaseModel], at: Key = (), seen: tuple[type[BaseModel], ..
     for name, info in fields_by_key(model).items():
         key = (*at, name)
         yield key
-        inner = table_types(info.annotation) + [
-            table for item in item_types(info.annotation) for table in table_types(item)
-        ]
-        for table in inner:
+        for table in table_types(info.annotation) + listed_tables(info.annotation):
             if table not in seen:
                 yield from _paths(table, key, (*seen, model))
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hypha_net.node.config.introspection import dotted, fields_by_key, item_types, leaves, table_types
+from hypha_net.node.config.introspection import dotted, fields_by_key, leaves, listed_tables, table_types
 from hypha_net.node.config.loader import DEFAULT, Loaded
 from hypha_net.node.config.models import NodeConfig, mask_secrets
 from hypha_net.node.config.toml_positions import Key
@@ -62,21 +62,17 @@ def _is_table(info: FieldInfo, value: Any) -> bool:
     if isinstance(value, Mapping) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
         return True
     only_tables = bool(table_types(info.annotation)) and not isinstance(_default(info), (str, int, float, bool))
-    return only_tables or any(table_types(item) for item in item_types(info.annotation))
+    return only_tables or bool(listed_tables(info.annotation))
 
 
 def _sub_table(info: FieldInfo, value: Any, at: tuple[str, ...]) -> Iterator[str]:
-    array = any(table_types(item) for item in item_types(info.annotation))
-    found = (
-        [table for item in item_types(info.annotation) for table in table_types(item)]
-        if array
-        else table_types(info.annotation)
-    )
+    listed = listed_tables(info.annotation)
+    found = listed or table_types(info.annotation)
     given = (value if isinstance(value, list) else [value]) if value else []
     for index, entry in enumerate(given or [{}]):
         yield ""
         yield from _comment(info.description if not index else None)
-        header = f"[[{'.'.join(at)}]]" if array else f"[{'.'.join(at)}]"
+        header = f"[[{'.'.join(at)}]]" if listed else f"[{'.'.join(at)}]"
         body = (
             list(_table(found[0], entry, at)) if found else [f"{key} = {to_toml(part)}" for key, part in entry.items()]
         )
