@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import select
 import socket
 import threading
@@ -367,9 +366,10 @@ class OuterUpdates:
 
     def __init__(self, bridge: Bridge, body: Any) -> None:
         self._bridge = bridge
-        self._arrived: queue.Queue[Received | Exception] = queue.Queue()
-        self._early: dict[int, Received] = {}
-        self._failure: Exception | None = None
+        self._changed = threading.Condition()
+        """Held while the next two change."""
+        self._arrived: dict[int, Received] = {}
+        self._failure: ExecutorError | None = None
         # a daemon thread: a blocked read must not delay the exit of the process
         threading.Thread(target=self._listen, args=(body,), name="outer-updates", daemon=True).start()
 
@@ -380,41 +380,36 @@ class OuterUpdates:
             BridgeTimeout: none arrived within `timeout` seconds.
             BridgeClosed, BridgeRefused: the stream has ended.
         """
-        deadline = time.monotonic() + timeout
-        while round_number not in self._early:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                arrived = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise BridgeTimeout(f"no outer update of round {round_number} came within {timeout:g} s") from None
-            self._sort(arrived, round_number)
-        return self._early.pop(round_number)
-
-    def _sort(self, arrived: Received | Exception, round_number: int) -> None:
-        if isinstance(arrived, Exception):
-            self._failure = arrived
-        elif arrived.round < round_number:
-            logger.info("dropping the outer update of round %d, which is over", arrived.round)
-            arrived.path.unlink(missing_ok=True)
-        else:
-            self._early[arrived.round] = arrived
+        with self._changed:
+            self._changed.wait_for(lambda: round_number in self._arrived or self._failure is not None, timeout)
+            for number in [number for number in self._arrived if number < round_number]:
+                logger.info("dropping the outer update of round %d, which is over", number)
+                self._arrived.pop(number).path.unlink(missing_ok=True)
+            if round_number in self._arrived:
+                return self._arrived.pop(round_number)
+            raise self._failure or BridgeTimeout(f"no outer update of round {round_number} came within {timeout:g} s")
 
     def _listen(self, body: Any) -> None:
+        failure: ExecutorError = BridgeClosed("the worker closed the stream of outer updates")
         try:
             for line in self._bridge.stream(routes.RECEIVE, body):
                 if line.startswith("data:"):
                     self._take(line.removeprefix("data:"))
-            self._arrived.put(BridgeClosed("the worker closed the stream of outer updates"))
         except ExecutorError as error:
-            self._arrived.put(error)
+            failure = error
+        with self._changed:
+            self._failure = failure
+            self._changed.notify()
 
     def _take(self, text: str) -> None:
         try:
             event = parse_json(text)
         except ValueError:
             raise BridgeRefused("receive", 200, "malformed-answer", f"not JSON: {quote(text)}") from None
-        self._arrived.put(self._bridge.received(event))
+        received = self._bridge.received(event)
+        with self._changed:
+            self._arrived[received.round] = received
+            self._changed.notify()
 
 
 def _decoded(what: str, kind: Any, answer: _Answer) -> Any:

@@ -167,7 +167,7 @@ class SlicePrefetch:
         self._clock = clock
         self._coming: list[_Request] = []
         self._parallel = 1
-        self._pool = self._threads()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="slices")
         self._last = -1
         """Number of the assignment that was taken last; -1 if it is not known."""
         self._most: int | None = None
@@ -215,13 +215,17 @@ class SlicePrefetch:
         """
         while (request := self._next(waits)) is not None:
             error = request.files.exception()
-            goes_on = error is None or self._goes_on_after(error, request)
-            if not goes_on and not waits:
+            is_fatal = error is not None and not self._goes_on_after(error, request)
+            if is_fatal and not waits:
                 return None  # it is raised when training needs the slices
             self._coming.remove(request)
             if error is None:
-                return self._taken(request)
-            if not goes_on:
+                files, seconds = request.files.result()
+                self._last = _assigned_number(files[-1:])
+                if self._most is not None:
+                    self._most += len(files)
+                return files, seconds
+            if is_fatal:
                 raise error
             self._note(error, in_hand)
         return None
@@ -247,9 +251,6 @@ class SlicePrefetch:
             request.files.cancel()
         self._pool.shutdown(wait=False)
 
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._parallel, thread_name_prefix="slices")
-
     def _timed(self, slices: int) -> tuple[list[Fetched], float]:
         began = self._clock()
         files = self._fetch(slices)
@@ -261,37 +262,23 @@ class SlicePrefetch:
             return
         logger.info("training is faster than one request for slices at a time: up to %d from now on", parallel)
         self._parallel = parallel
-        before, self._pool = self._pool, self._threads()
-        before.shutdown(wait=False)  # it fetches what was requested before
+        self._pool.shutdown(wait=False)  # it fetches what was requested before
+        self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="slices")
 
     def _next(self, waits: bool) -> _Request | None:
         """Return the request that was assigned next, when it is known; None if it is not, or there is no request."""
         while self._coming:
-            done = [request for request in self._in_turn() if request.files.done()]
-            if done and (first := self._first(done)) is not None:
-                return first
+            in_turn = self._coming if self._parallel > 1 else self._coming[:1]
+            done = [request for request in in_turn if request.files.done()]
+            if done:
+                first = min(done, key=lambda request: request.number)
+                # an assignment in between may have failed; then nothing is left that could come before
+                if self._parallel == 1 or first.number <= self._last + 1 or len(done) == len(self._coming):
+                    return first
             if not waits:
                 return None
-            wait([request.files for request in self._in_turn() if request not in done], return_when=FIRST_COMPLETED)
+            wait([request.files for request in in_turn if request not in done], return_when=FIRST_COMPLETED)
         return None
-
-    def _in_turn(self) -> list[_Request]:
-        """Return the requests of which one is taken next."""
-        return self._coming if self._parallel > 1 else self._coming[:1]
-
-    def _first(self, done: Iterable[_Request]) -> _Request | None:
-        first = min(done, key=lambda request: request.number)
-        if self._parallel == 1 or first.number <= self._last + 1:
-            return first
-        # an assignment in between may have failed; then nothing is left that could come before
-        return first if all(request.files.done() for request in self._coming) else None
-
-    def _taken(self, request: _Request) -> tuple[list[Fetched], float]:
-        files, seconds = request.files.result()
-        self._last = _assigned_number(files[-1:])
-        if self._most is not None:
-            self._most += len(files)
-        return files, seconds
 
     @staticmethod
     def _goes_on_after(error: BaseException, request: _Request) -> bool:
