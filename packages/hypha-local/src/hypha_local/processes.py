@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -176,21 +176,17 @@ class Processes:
             word: one of the words of the command line.
         """
         for process in psutil.Process(self._children[name].process.pid).children(recursive=True):
-            try:
+            with suppress(psutil.NoSuchProcess):
                 if word in process.cmdline():
                     process.kill()
                     return True
-            except psutil.NoSuchProcess:
-                continue
         return False
 
 
 def _signal(child: LocalProcess, number: signal.Signals) -> None:
     """Send a signal to a child's process group, unless it has already exited."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _kill_tree(child: LocalProcess) -> None:
@@ -201,10 +197,8 @@ def _kill_tree(child: LocalProcess) -> None:
         return
     _signal(child, signal.SIGKILL)
     for process in family:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
