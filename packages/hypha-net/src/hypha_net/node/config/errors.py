@@ -13,13 +13,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hypha_net.node.config.introspection import (
+    Key,
     description_of,
     dotted,
     field_at,
     suggest_key,
 )
 from hypha_net.node.config.models import mask_secrets
-from hypha_net.node.config.toml_positions import Key
 from hypha_proto.texts import quote
 
 _ABSENT: Final = object()

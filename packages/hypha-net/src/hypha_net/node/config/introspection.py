@@ -11,7 +11,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hypha_net.node.config.toml_positions import Key
+Key = tuple[str | int, ...]
+"""Path of a value: table names, keys and array indices."""
 
 
 def dotted(key: Key, *, indices: bool = True) -> str:

@@ -12,10 +12,9 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hypha_net.node.config.introspection import dotted, fields_by_key, leaves, listed_tables, table_types
+from hypha_net.node.config.introspection import Key, dotted, fields_by_key, leaves, listed_tables, table_types
 from hypha_net.node.config.loader import DEFAULT, Loaded
 from hypha_net.node.config.models import NodeConfig, mask_secrets
-from hypha_net.node.config.toml_positions import Key
 
 _WIDTH: Final = 110
 

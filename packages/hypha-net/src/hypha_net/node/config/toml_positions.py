@@ -12,21 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hypha_net.node.config.errors import ConfigError, Problem
+from hypha_net.node.config.introspection import Key
 from hypha_proto.errors import DecodeError
-
-Key = tuple[str | int, ...]
-"""Path of a value: table names, keys and array indices."""
 
 _BEGIN: Final = re.compile(r"""\s*(\[.*\]\s*(#.*)?$|("[^"]*"|'[^']*'|[^=,"'])+=)""")
 """Line that is a header or an assignment, unless it is part of a value of several lines."""
-
-
-class TomlError(ValueError):
-    """Invalid TOML document; `line` is the line of the error, if known."""
-
-    def __init__(self, message: str, line: int | None) -> None:
-        super().__init__(message)
-        self.line = line
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,7 @@ def read_toml(text: str, path: Path) -> Document:
     """Parse a document.
 
     Raises:
-        TomlError: it is not TOML.
+        ConfigError: it is not TOML.
     """
     from hypha_proto.codec import check_depth  # imports CBOR and message libraries, which `--help` does not need
 
@@ -59,9 +50,10 @@ def read_toml(text: str, path: Path) -> Document:
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1
-        raise TomlError(re.sub(r" \(at .*\)$", "", str(error)), line) from None
+        reason = re.sub(r" \(at .*\)$", "", str(error))
+        raise ConfigError([Problem(f"{path}:{line}", reason=f"is not TOML: {reason}")]) from None
     except (RecursionError, DecodeError):
-        raise TomlError("values are nested too deeply", 1) from None
+        raise ConfigError([Problem(f"{path}:1", reason="is not TOML: values are nested too deeply")]) from None
     return Document(data, _find_lines(text.replace("\r\n", "\n")), path)
 
 
