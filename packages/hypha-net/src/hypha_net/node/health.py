@@ -38,16 +38,13 @@ GATEWAY_WARNING: Final = 60.0
 """Seconds between two warnings while none is."""
 
 
-@dataclass(slots=True)
 class Readiness:
     """Whether the program is ready and the network is reached, and the reason while it is not."""
 
-    outage: str | None = None
-    """Why the network is not reached; None if it is."""
-    twin: str | None = None
-    """Address of an older process with this node's certificate; None if none is known."""
-    _program: str | None = "starting"
-    """Why the program is not ready; None if it is."""
+    def __init__(self, outage: str | None = None) -> None:
+        """Begin while the program starts; `outage` is why the network is not reached."""
+        self._reasons: dict[str, str | None] = {"network": outage, "twin": None, "program": "starting"}
+        """What may be missing, the first that counts first, and why; None for what is there."""
 
     @property
     def is_ready(self) -> bool:
@@ -57,39 +54,34 @@ class Readiness:
     @property
     def reason(self) -> str | None:
         """Why it is not; None if it is."""
-        return self.outage or self._twin_reason or self._program
-
-    @property
-    def _twin_reason(self) -> str | None:
-        if self.twin is None:
-            return None
-        return (
-            f"another node, at {self.twin}, uses the same certificate, and peers reach only one of the two: "
-            "make one for each with hypha-certutil node"
-        )
+        return next(filter(None, self._reasons.values()), None)
 
     def ready(self) -> None:
         """Note that the program is ready from now on."""
-        self._set(None, self.outage, self.twin)
+        self._set("program", None)
 
     def waiting(self, reason: str) -> None:
         """Note that the program is not ready from now on, because of `reason`."""
-        self._set(reason, self.outage, self.twin)
+        self._set("program", reason)
 
     def note_network(self, outage: str | None) -> None:
         """Note why the network is not reached from now on, or that it is."""
-        self._set(self._program, outage, self.twin)
+        self._set("network", outage)
 
     def note_twin(self, address: str | None) -> None:
-        """Note where another process with this node's certificate is, or that there is none."""
-        if address != self.twin:
-            self._set(self._program, self.outage, address)
-            if self._twin_reason is not None:
-                _log.error("%s", self._twin_reason)
+        """Note where an older process with this node's certificate is, or that there is none."""
+        reason = address and (
+            f"another node, at {address}, uses the same certificate, and peers reach only one of the two: "
+            "make one for each with hypha-certutil node"
+        )
+        if reason != self._reasons["twin"]:
+            self._set("twin", reason)
+            if reason is not None:
+                _log.error("%s", reason)
 
-    def _set(self, program: str | None, network: str | None, twin: str | None) -> None:
+    def _set(self, what: str, reason: str | None) -> None:
         before = self.reason
-        self._program, self.outage, self.twin = program, network, twin
+        self._reasons[what] = reason
         if self.reason is None and before is not None:
             _log.info("ready")
         elif self.reason is not None and self.reason != before:
