@@ -54,7 +54,6 @@ from hypha_worker.bidding.request_batch import ReceivedRequest
 from hypha_worker.bidding.request_history import RequestHistory, explain_refusal
 from hypha_worker.config import WorkerConfig
 from hypha_worker.connectors.access_policy import AccessPolicy
-from hypha_worker.content_cache import ContentCache
 from hypha_worker.control.commands import DrainCommand, PauseCommands, StatusCommand, load_pause
 from hypha_worker.control.server import Command, ControlServer
 from hypha_worker.draining import WorkerDrain
@@ -62,9 +61,8 @@ from hypha_worker.executor_health import EXCLUSION, ExecutorHealth
 from hypha_worker.executors.isolation.assessment import check_required, summarize
 from hypha_worker.executors.process.fork_server_client import ForkServer
 from hypha_worker.executors.process.process_tree import end_left_processes
-from hypha_worker.executors.runtimes import HostSettings, find_runtime
+from hypha_worker.executors.runtimes import ExecutorSection, HostSettings, find_runtime
 from hypha_worker.hardware.devices import find_devices
-from hypha_worker.leasing.capacity import Capabilities
 from hypha_worker.leasing.lease_manager import (
     Lease,
     LeaseEnd,
@@ -190,14 +188,19 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
     with ExitStack() as stack:
         settings = await anyio.to_thread.run_sync(_open_work_dir, config, stack)
         settings = replace(settings, fork_server=stack.enter_context(closing(ForkServer())))
-        cache = await anyio.to_thread.run_sync(_open_cache, config, stack)
+        if (cache := config.make_cache()) is not None:
+            stack.callback(cache.close)
+            await anyio.to_thread.run_sync(cache.open)
         book = AccountBook(config.work_dir)
         await anyio.to_thread.run_sync(book.open)
         stack.callback(book.close)
         async with anyio.create_task_group() as tasks:
-            capabilities = await anyio.to_thread.run_sync(find_capabilities, config)
-            lease_manager = LeaseManager(capabilities.capacity, config.offer.lease_terms())
-            health = make_health(config, settings)
+            capacity = await anyio.to_thread.run_sync(find_devices, config.capabilities().capacity)
+            capabilities = replace(config.capabilities(), capacity=capacity)
+            lease_manager = LeaseManager(capacity, config.offer.lease_terms())
+            executors = Executors()
+            for executor in config.executors:
+                executors.add(executor, settings, config.work_dir.absolute())
             lease_manager.on_held = book.add
             lease_manager.is_paused = await anyio.to_thread.run_sync(load_pause, config.work_dir)
             outputs = OutputStore(config.work_dir / f"outputs-{uuid.uuid4()}")
@@ -207,18 +210,18 @@ async def open_worker(config: WorkerConfig, endpoint: Endpoint) -> AsyncIterator
                 lease_manager,
                 config.work_dir,
                 outputs,
-                make_factories(config, settings, health),
+                executors.factories,
                 make_access_policy(config),
                 default_storage=config.resources.default.storage,
                 cache=cache,
             )
             worker = Worker(
                 endpoint,
-                Arbiter(config.offer, capabilities, _health_by_descriptor(config, health)),
+                Arbiter(config.offer, capabilities, executors.by_descriptor),
                 lease_manager,
                 TaskSessions(host, tasks),
                 OutputServer(endpoint, outputs, lease_manager, tasks),
-                executor_health=tuple(health),
+                executor_health=executors.health,
             )
             await worker.check_executors()
             worker.listen()
@@ -266,12 +269,6 @@ def _preload(config: WorkerConfig) -> None:
         find_runtime(name).preload()
 
 
-def find_capabilities(config: WorkerConfig) -> Capabilities:
-    """Return what this worker can offer, with the GPUs that the driver reports. Takes up to a second."""
-    capabilities = config.capabilities()
-    return replace(capabilities, capacity=find_devices(capabilities.capacity))
-
-
 def make_access_policy(config: WorkerConfig) -> AccessPolicy:
     """Return the owner's policy on what jobs may access."""
     connectors = config.connectors
@@ -283,19 +280,6 @@ def make_access_policy(config: WorkerConfig) -> AccessPolicy:
         buckets=tuple(connectors.buckets),
         s3=S3Client(connectors.s3_settings),
     )
-
-
-def _open_cache(config: WorkerConfig, stack: ExitStack) -> ContentCache | None:
-    """Open the cache that the owner wants, until `stack` is closed.
-
-    Raises:
-        CacheError: its folder cannot be used.
-    """
-    cache = config.make_cache()
-    if cache is not None:
-        stack.callback(cache.close)
-        cache.open()
-    return cache
 
 
 def make_isolation(config: WorkerConfig) -> IsolationStack:
@@ -319,41 +303,26 @@ def _end_left(work_dir: Path, isolation: IsolationStack) -> None:
     isolation.sweep()
 
 
-def make_health(config: WorkerConfig, host: HostSettings) -> list[ExecutorHealth]:
-    """Return what checks each of the configured executors, and counts its failed starts."""
-    made = []
-    for executor in config.executors:
-        find_fault = find_runtime(executor.runtime).find_fault
-        check = partial(find_fault, executor, host, config.work_dir.absolute())
-        made.append(ExecutorHealth(executor.offered, find_fault=check))
-    return made
+@dataclass(slots=True)
+class Executors:
+    """The configured executors; where several have a name, the first one runs tasks that ask for the name alone."""
 
+    health: list[ExecutorHealth] = field(default_factory=list)
+    """What checks each of them, and counts its failed starts."""
+    by_descriptor: dict[ExecutorDescriptor, ExecutorHealth] = field(default_factory=dict)
+    """The same, by the descriptors that they are requested by."""
+    factories: dict[str, ExecutionFactory] = field(default_factory=dict)
+    """What makes an execution of a task, by ``class/name`` and by name alone."""
 
-def _health_by_descriptor(
-    config: WorkerConfig, health: Sequence[ExecutorHealth]
-) -> Mapping[ExecutorDescriptor, ExecutorHealth]:
-    """Return the health of each executor by the descriptors that it is requested by; the first of a name counts."""
-    found: dict[ExecutorDescriptor, ExecutorHealth] = {}
-    for executor, own in zip(config.executors, health, strict=True):
-        for descriptor in executor.descriptors:
-            found.setdefault(descriptor, own)
-    return found
-
-
-def make_factories(
-    config: WorkerConfig, host: HostSettings, health: Sequence[ExecutorHealth]
-) -> Mapping[str, ExecutionFactory]:
-    """Return what makes an execution of a task, by ``class/name`` and by name alone; the first of a name counts.
-
-    Args:
-        health: what notes how each of the configured executors has started.
-    """
-    made: dict[str, ExecutionFactory] = {}
-    for executor, own in zip(config.executors, health, strict=True):
+    def add(self, executor: ExecutorSection, host: HostSettings, work_dir: Path) -> None:
+        """Add the next executor of the configuration."""
         runtime = find_runtime(executor.runtime)
-        made[executor.kind] = runtime.make_factory(executor, replace(host, health=own))
-        made.setdefault(executor.name, made[executor.kind])
-    return made
+        health = ExecutorHealth(executor.offered, find_fault=partial(runtime.find_fault, executor, host, work_dir))
+        self.health.append(health)
+        for descriptor in executor.descriptors:
+            self.by_descriptor.setdefault(descriptor, health)
+        factory = self.factories[executor.kind] = runtime.make_factory(executor, replace(host, health=health))
+        self.factories.setdefault(executor.name, factory)
 
 
 @dataclass(slots=True)
