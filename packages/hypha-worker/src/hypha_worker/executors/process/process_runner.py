@@ -149,14 +149,17 @@ class ProcessRunner:
         reading = anyio.CancelScope(shield=True)  # a process that is being ended may still write output
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._read_output, process, reading)
-            measuring = self._start_measuring(process.pid, tasks)
+            if instrumentation.enabled():
+                devices = [device.index for device in self._place.allocation.devices]
+                tasks.start_soon(measure_usage, process.pid, self._place.attributes, devices)
+            _RUNNING.add(1)
             try:
                 self.pid = process.pid
                 on_start()
                 await process.wait()
             finally:
                 self.pid = None
-                measuring.cancel()
+                tasks.cancel_scope.cancel()  # the measurement; what follows is shielded
                 await self._terminate(process, confined)
                 reading.deadline = anyio.current_time() + _OUTPUT_DRAIN
         process.close()
@@ -184,20 +187,6 @@ class ProcessRunner:
             raise WorkReturnedError(self._output.error or what)
         if self._exit_code != 0:
             raise (ExecutorExitError if reason is None and _is_start_failure(self._exit_code) else ExecutionError)(what)
-
-    def _start_measuring(self, pid: int, tasks: anyio.abc.TaskGroup) -> anyio.CancelScope:
-        """Start measuring the process's use, if metrics are exported; cancel the returned scope to stop."""
-        scope = anyio.CancelScope()
-        _RUNNING.add(1)
-        if instrumentation.enabled():
-            devices = [device.index for device in self._place.allocation.devices]
-
-            async def measure() -> None:
-                with scope:
-                    await measure_usage(pid, self._place.attributes, devices)
-
-            tasks.start_soon(measure)
-        return scope
 
     async def _start(self, confined: ConfinedRun, values: Mapping[str, str]) -> SpawnedProcess:
         command = self._command(values)
