@@ -116,8 +116,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections at listening sockets.
 
-        asyncio accepts as many at once as `backlog` says, which a process of the job may fill within a moment: 1 keeps
-        the number of open connections near the limit. The kernel keeps more of them, as before.
+        With a backlog of 1 asyncio accepts few of them in one turn of the loop, so that a job cannot make this process
+        open many more than the limit at once. The kernel's backlog, which asyncio has set to the same, is restored.
         """
         await super().startup(sockets)
         for listener in sockets or ():
