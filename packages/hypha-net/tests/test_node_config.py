@@ -281,6 +281,8 @@ def test_unknown_variable_is_a_warning(load: Any) -> None:
 def test_a_part_of_a_value_that_is_not_a_table_is_refused(load: Any) -> None:
     problems = refused(load, env={"HYPHA_LIMITS": "x", "HYPHA_LIMITS__MAX_CONNECTIONS": "1"})
     assert str(problems[0]).startswith("HYPHA_LIMITS__MAX_CONNECTIONS: sets a part of limits, which is set to another")
+    problems = refused(load, env={"HYPHA_TELEMETRY_HEADERS": '{"a": "x"}', "HYPHA_TELEMETRY_HEADERS__A__B": "1"})
+    assert str(problems[0]).startswith("HYPHA_TELEMETRY_HEADERS__A__B: sets a part of telemetry_headers.a, which is")
 
 
 @pytest.mark.parametrize("value", ["[" * 100_000, "[" * 900 + "]" * 900, "{a = " * 5000, "{a = " * 70 + "1" + "}" * 70])

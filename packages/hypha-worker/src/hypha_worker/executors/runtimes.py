@@ -187,7 +187,7 @@ class ExecutorSection(Section):
         return self.cmd is None or self.find_command() is not None
 
     def find_command(self) -> str | None:
-        """Return the path of its command, sought in the PATH of its process; None if it is not found."""
+        """Return the path of its command, found by the PATH that its process has; None if there is none."""
         return shutil.which(self.cmd or "", path=self.env.get("PATH"))
 
     @property

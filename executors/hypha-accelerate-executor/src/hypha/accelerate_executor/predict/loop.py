@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hypha.accelerate_executor.bridge.client import Bridge, Fetched
 from hypha.accelerate_executor.bridge.spans import Spans
+from hypha.accelerate_executor.data.samples import Samples, open_samples
 from hypha.accelerate_executor.errors import BridgeRefused, DataError, ExecutorError, RowError, row_error_of
 from hypha.accelerate_executor.predict.batching import BatchComputer
 from hypha.accelerate_executor.predict.computation import Result
 from hypha.accelerate_executor.predict.parts import Part, part_name
 from hypha.accelerate_executor.predict.settings import InferenceTask
 from hypha.accelerate_executor.predict.slice_queue import SliceQueue
-from hypha.accelerate_executor.predict.slices import SliceRows, open_slice
 from hypha_proto.texts import quote
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class InferenceLoop:
 
     def _compute_slice(self, fetched: Fetched) -> None:
         index = _slice_index(fetched)
-        with closing(open_slice(fetched.path)) as rows:
+        with closing(open_samples(fetched.path)) as rows:
             part = Part(index, rows, self.task.copied_columns)
             for row, outcome in self._outcomes(rows, index):
                 self._count(part, row, outcome, index, fetched)
@@ -122,7 +122,7 @@ class InferenceLoop:
         self._progress.errors += part.errors - before
         self._progress.tokens += outcome.tokens if isinstance(outcome, Result) else 0
 
-    def _outcomes(self, rows: SliceRows, index: int) -> Iterator[tuple[int, Result | RowError]]:
+    def _outcomes(self, rows: Samples, index: int) -> Iterator[tuple[int, Result | RowError]]:
         """Yield the outcome of each row, those that cannot be prepared first."""
         groups: dict[Hashable, list[tuple[int, Any]]] = {}
         for row in range(rows.count):

@@ -318,7 +318,7 @@ class TlsConnection(ISecureConn):
         assert self._socket is not None
         descriptor = self._socket.socket.fileno()
         try:
-            while data:  # the kernel takes a part of a large piece, and more at once when that has left
+            while data:  # the kernel often accepts a part of a large piece, and the rest in the next call
                 count = os.write(descriptor, data)
                 self._bytes.sent += count
                 data = data[count:]

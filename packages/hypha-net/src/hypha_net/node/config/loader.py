@@ -250,6 +250,7 @@ def _has_key(model: type[NodeConfig], key: Key) -> bool:
 def _read_each(sources: ConfigSources, given: Iterable[tuple[str, Key, object]]) -> dict[str, str]:
     """Add values of single keys, each with its origin, as text or typed; return a remedy for each unknown key."""
     read: dict[Key, Any] = {}
+    """What this source has set so far, without tables that have keys."""
     unknown: dict[str, str] = {}
     for origin, key, value in given:
         if not _has_key(sources.model, key):
@@ -267,7 +268,7 @@ def _read_each(sources: ConfigSources, given: Iterable[tuple[str, Key, object]])
             reason = f"sets a part of {dotted(around[0])}, which is set to another value"
             sources.problems.append(Problem(origin, reason=reason, remedy="keep one of the two"))
             continue
-        read[key] = parsed
+        read |= dict(leaves(parsed, key))
         sources.add_value(origin, key, parsed)
     return unknown
 
