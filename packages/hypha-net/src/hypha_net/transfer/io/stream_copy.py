@@ -97,7 +97,8 @@ async def send_file(stream: Stream, file: FileIO, offset: int, size: int, progre
                     raise TransferError(f"{name} became shorter while it was sent")
                 offset += count
                 block, other = other, block
-                thread.submit(read_at, file, block[: size - offset], offset)
+                if offset < size:
+                    thread.submit(read_at, file, block[: size - offset], offset)
                 await _send(stream, other[:count], progress, pacer)
 
 
