@@ -149,7 +149,7 @@ class RoundCommits:
                 raise TransferRefusedError(f"term {term} is over: the parameter server was replaced")
             if number in self.rounds or (self._advance is not None and self._advance[:2] == (term, number)):
                 _log.info("the outer update of round %d came twice", number)
-                await anyio.Path(update).unlink(missing_ok=True)
+                await self.result.discard(update)
                 return
             self._advance = term, number, await self._with_room(lambda: self.result.advance(update, number))
 

@@ -143,6 +143,10 @@ class ResultModel:
             raise error from None
         return state
 
+    async def discard(self, update: Path) -> None:
+        """Delete an outer update of a round that is known already."""
+        await anyio.Path(update).unlink(missing_ok=True)
+
     async def commit(self, round_number: int) -> None:
         """Make an advanced round the last one, after its record is on disk; older states and updates are deleted.
 
