@@ -144,6 +144,16 @@ async def test_a_round_can_be_advanced_while_the_one_before_is_about_to_be_commi
     assert weights(result.weights_file()) == [4.0] * 3
 
 
+async def test_an_outer_update_that_came_twice_is_deleted(directory: Path) -> None:
+    result = ResultModel(directory, OUTER, keep_updates=True)
+    await take(result, 1)
+    doubled = update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")
+    for _ in range(2):  # it may be gone
+        await result.discard(doubled)
+    assert not doubled.exists()
+    assert weights(result.weights_file()) == [2.0] * 3
+
+
 async def test_outer_updates_that_were_used_are_kept_if_wanted(directory: Path) -> None:
     result = ResultModel(directory, OUTER, keep_updates=True)
     update(directory, 1).rename(directory / UPDATES / "round-1-cd34.safetensors")  # is not used
